@@ -20,7 +20,7 @@ from adaattn_hf.eval.bench.grid import ENGINES, Cell, Grid, read_grid
 from adaattn_hf.eval.bench.processes import Process, error_of_processes
 from adaattn_hf.eval.bench.report import markdown
 from adaattn_hf.eval.bench.ways import KERNELS, error_of, shape_of, trace, ways
-from adaattn_hf.eval.bench.work import Work, missing
+from adaattn_hf.eval.bench.work import Work, missing, padding_of
 from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import measure, peak_bytes, spread
@@ -65,10 +65,10 @@ def run(options: Options) -> Done:
 def check_names(names: list[str], arms: list[str]) -> None:
     """Refuses unknown names (UsageError); a known one that is not installed here, and the cells' own are accepted."""
     register(impossible=True)  # cells say what it lacks
-    known = [*known_implementations(), *KERNELS, *dict.fromkeys(arms)]
+    accepted = [*known_implementations(), *KERNELS, *dict.fromkeys(arms)]
     for name in names:
-        if name not in known:
-            raise UsageError(unknown("attention implementation", name, known))
+        if name not in accepted:
+            raise UsageError(unknown("attention implementation", name, accepted))
 
 
 def choose_cells(data: Grid, only: str) -> list[Cell]:
@@ -77,11 +77,11 @@ def choose_cells(data: Grid, only: str) -> list[Cell]:
         pattern = re.compile(only)
     except re.error as error:
         raise UsageError(f"--only: got {only!r}, which is no regular expression ({error})") from error
-    found = [cell for cell in data.cells if pattern.search(cell.title)]
-    if not found:
+    chosen = [cell for cell in data.cells if pattern.search(cell.title)]
+    if not chosen:
         titles = "\n".join(cell.title for cell in data.cells)
         raise UsageError(f"--only: got {only!r}, which matches no cell; known:\n{titles}")
-    return found
+    return chosen
 
 
 def measured(cells: list[Cell], data: Grid, where: torch.device, options: Options) -> tuple[dict[str, Any], list[str]]:
@@ -106,18 +106,18 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
             progress(step, number, len(cells))
             named = [arm for arm in cell.arms[1:] if arm in options.names or not options.names]
             others = named if cell.arms else [n for n in present if options.names or n not in cell.without]
-            found = run_cell(cell, [options.attn_implementation, *others], data, where, options)
-            if found["best"] is not None and found["ratio_best"]["wall"]["median"] < cell.floor:
-                failed.append(f"{cell.title}: {found['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
-            found["commit"] = report["provenance"]["commit"]
-            earlier[cell.title] = found
+            figures = run_cell(cell, [options.attn_implementation, *others], data, where, options)
+            if figures["best"] is not None and figures["ratio_best"]["wall"]["median"] < cell.floor:
+                failed.append(f"{cell.title}: {figures['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
+            figures["commit"] = report["provenance"]["commit"]
+            earlier[cell.title] = figures
             report["cells"] = [
                 # dtype and shape are the grid's, and not measured
                 {**earlier[one.title], "dtype": one.dtype, "shape": shape_of(one, data)}
                 for one in data.cells
                 if one.title in earlier
             ]
-            tell(console, _line(found))
+            tell(console, _line(figures))
             gc.collect()
             # after every cell: an interrupted run keeps what it measured
             write_atomically(output, json_text(report, indent=1) + "\n")
@@ -133,13 +133,13 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
 def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
     if not output.exists():
         return {}
-    here, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")
+    now, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")
     try:
         old = parse_json(output.read_text(encoding="utf-8"))
         made, cells = old["provenance"], {cell["title"]: cell for cell in old["cells"]}
-        changed = [f"{name} was {made[name]}, is {here[name]}" for name in same if made[name] != here[name]]
-        if made.get("instructions", here["instructions"]) != here["instructions"]:  # older reports have none
-            changed.append(f"instructions were {made['instructions']}, are {here['instructions']}")
+        changed = [f"{name} was {made[name]}, is {now[name]}" for name in same if made[name] != now[name]]
+        if made.get("instructions", now["instructions"]) != now["instructions"]:  # older reports have none
+            changed.append(f"instructions were {made['instructions']}, are {now['instructions']}")
         changed += [f"ours was {old['ours']}, is {report['ours']}"] * (old["ours"] != report["ours"])
         holds = "cells that were measured otherwise"
     except (ValueError, KeyError, TypeError) as error:
@@ -158,7 +158,7 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
     refused: dict[str, str] = {}
     differences: dict[str, float] = {}
     errors: dict[str, float] = {}
-    mine: Any = None
+    first_output: Any = None
     make = ways(cell, grid, device)
     error = error_of_processes(make) if cell.arms else error_of(cell, device)
     for name in names:
@@ -174,14 +174,14 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
                 raise
             refused[name] = str(unable).splitlines()[0][:200] if str(unable) else type(unable).__name__
             continue
-        own = OURS if name == names[0] else name
-        if mine is None:
-            mine = result.detach()
+        label = OURS if name == names[0] else name
+        if first_output is None:
+            first_output = result.detach()
         else:
-            differences[name] = _difference(cell, mine, result.detach())
+            differences[name] = _difference(cell, first_output, result.detach())
         if error is not None:
-            errors[own] = error(result)
-        works[own] = work
+            errors[label] = error(result)
+        works[label] = work
     if options.profile is not None:
         trace(works, options.profile, cell.title, device)
     for _ in range(1 + options.gate):
@@ -200,6 +200,11 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
         best = min(stock, key=lambda name: ratios[name]["wall"]["median"], default=None)
         if best is None or ratios[best]["wall"]["median"] >= cell.floor:
             break
+    processes = {name: work for name, work in works.items() if isinstance(work, Process)}
+    peaks = {
+        name: processes[name].peak if name in processes else peak_bytes(work, device)[0]
+        for name, work in (works.items() if options.memory else ())
+    }
     return {
         "title": cell.title,
         "level": cell.level,
@@ -210,33 +215,23 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
         "ratio_best": None if best is None else ratios[best],
         "difference": differences,
         "error": errors,
-        "peak_bytes": {name: _peak(work, device) for name, work in works.items()} if options.memory else {},
-        **(
-            {"runs": {name: work.runs for name, work in works.items() if isinstance(work, Process)}}
-            if cell.arms
-            else {}
-        ),
+        "peak_bytes": peaks,
+        **({"runs": {name: process.runs for name, process in processes.items()}} if cell.arms else {}),
         "refused": refused,
     }
 
 
-def _peak(work: Work, device: torch.device) -> int:
-    return work.peak if isinstance(work, Process) else peak_bytes(work, device)[0]
+def _difference(cell: Cell, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    ours, theirs = ours.float(), theirs.float()
+    if cell.padding is not None and ours.ndim > 1 and ours.shape[1] == cell.keys > 1:
+        real = padding_of(cell, ours.device)
+        ours, theirs = ours[real], theirs[real]
+    return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def _difference(cell: Cell, mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    mine, theirs = mine.float(), theirs.float()
-    if cell.padding is not None and mine.ndim > 1 and mine.shape[1] == cell.keys > 1:
-        keep = torch.zeros(cell.batch, cell.q_len, dtype=torch.bool, device=mine.device)
-        for row, length in enumerate(cell.lengths):
-            keep[row, cell.q_len - length if cell.padding == "left" else 0 :][:length] = True
-        mine, theirs = mine[keep], theirs[keep]
-    return float((mine - theirs).abs().max() / theirs.abs().max())
-
-
-def _line(found: dict[str, Any]) -> str:
-    ours = found["times"][OURS]["wall"]["median"] * 1e3
-    times = ", ".join(f"{name} {entry['wall']['median']:.2f}" for name, entry in found["ratios"].items())
+def _line(figures: dict[str, Any]) -> str:
+    ours = figures["times"][OURS]["wall"]["median"] * 1e3
+    times = ", ".join(f"{name} {entry['wall']['median']:.2f}" for name, entry in figures["ratios"].items())
     others = f"; times as fast as {times}" if times else ""
-    refused = "".join(f"; {name} refused: {why}" for name, why in found["refused"].items())
-    return f"{found['title']}: {ours:{'.3g' if ours < 1e3 else ',.0f'}} ms{others}{refused}"
+    refused = "".join(f"; {name} refused: {why}" for name, why in figures["refused"].items())
+    return f"{figures['title']}: {ours:{'.3g' if ours < 1e3 else ',.0f'}} ms{others}{refused}"

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration.inputs import OutOfTime, Run, refuse_longer
-from adaattn_hf.calibration.measure import measured
+from adaattn_hf.calibration.inputs import OutOfTime, Run, open_inputs, refuse_longer
+from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.state import forget, kept_in
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.eval import team as processes
@@ -90,9 +90,9 @@ def run(options: Options) -> Done:
             job = replace(job, settings=fitted)
             if not silent:
                 tell(console, sentence)
-        code, found = calibrated(job, loaded, scoring, console, team, rank)
+        code, results = calibrated(job, loaded, scoring, console, team, rank)
     processes.leave()
-    return Done(found if team.leads else None, code)
+    return Done(results if team.leads else None, code)
 
 
 def calibrated(
@@ -109,7 +109,7 @@ def calibrated(
     device = resolve_device(wanted)
     several = len(job.budgets) > 1
     words = {place: f" for {place.name}" * several for place in job.budgets}
-    about, worst, every, shown = "", 0, dict[str, Any](), list[Show]()
+    about, worst, results, shown = "", 0, dict[str, Any](), list[Show]()
 
     quiet = job.options.quiet or not team.leads
 
@@ -130,35 +130,35 @@ def calibrated(
             def step(stage: str, done: int, total: int) -> None:
                 progress(f"{stage}{about}", done, total)
 
-            def no_room(said: str) -> str:
-                return out_of_memory(job, device, progress.stage.partition(" for ")[0], said)
+            def no_room(error: str) -> str:
+                return out_of_memory(job, device, progress.stage.partition(" for ")[0], error)
 
             with room_or_sentence(no_room):
-                measurement = measured(
+                inputs = open_inputs(
                     Subject(placed(loaded.model, wanted)),
                     loaded.encode,
                     job.data,
                     job.settings,
                     verify_data=job.verify_data,
                     scoring=scoring,
-                    prices=job.prices,
                     run=Run(job.target, job.options.resume, job.known, step, say, expect, job.began),
                 )
+                measurement = measure(inputs, job.prices)
                 state, proven = measurement.state, proven_in(job.target, "", "*/")
                 # the smaller first: what it proves is a candidate of the larger
                 for place, budget in sorted(job.budgets.items(), key=lambda one: one[1]):
                     if place.name in state.finished:
                         say(f"kept: {place}, which the interrupted run finished")
                         worst = max(worst, state.finished[place.name])
-                        every[place.name] = stored(place) if team.leads else {}
+                        results[place.name] = stored(place) if team.leads else {}
                         continue
                     about = words[place]
                     result = calibration.decided(measurement, budget, proven)
                     proven += [result.plan] * result.met
                     one = replace(job, target=place)
-                    code, every[place.name] = 0 if result.met else BUDGET_NOT_MET, {}
+                    code, results[place.name] = 0 if result.met else BUDGET_NOT_MET, {}
                     if team.leads:
-                        every[place.name], show = store(one, measurement, result, console)
+                        results[place.name], show = store(one, measurement, result, console)
                         shown.append(show)
                         if several:
                             state.finished[place.name] = code
@@ -166,10 +166,10 @@ def calibrated(
                     worst = max(worst, code)
     except OutOfTime as over:
         tell(console, f"{over}: what is measured is kept in {job.target}; --resume with more --minutes goes on")
-        return BUDGET_NOT_MET, every
+        return BUDGET_NOT_MET, results
     finally:
         for show in shown:
             show()
     if team.leads:
         forget(job.target)
-    return worst, every if several else next(iter(every.values()))
+    return worst, results if several else next(iter(results.values()))

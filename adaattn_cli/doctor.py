@@ -38,29 +38,29 @@ class Finding(NamedTuple):
 
 def run(options: Options) -> Done:
     """Looks, and prints or returns the findings; code 1 if something required is missing."""
-    found = [*findings()]
+    lines = [*findings()]
     if not options.as_json:
-        Console().print(table(found))
-    lacking = any(finding.about == "versions" and finding.remedy for finding in found)
-    return Done([finding._asdict() for finding in found], int(lacking))
+        Console().print(table(lines))
+    lacking = any(finding.about == "versions" and finding.remedy for finding in lines)
+    return Done([finding._asdict() for finding in lines], int(lacking))
 
 
 def table(findings: list[Finding]) -> Table:
     """A line of what is here for each subject, why the other backends are not, and what to do."""
-    here: dict[str, list[str]] = {}
+    present: dict[str, list[str]] = {}
     absent: dict[str, list[str]] = {}
     lacking = []
     for about, name, state, remedy in findings:
         if remedy:
             lacking.append(f"{name}: {'; '.join(filter(None, (state, remedy)))}")
         elif about != "backends":
-            here.setdefault(about, []).append(f"{name} {state}")
+            present.setdefault(about, []).append(f"{name} {state}")
         else:
-            (here.setdefault(about, []) if state == HERE else absent.setdefault(state, [])).append(name)
+            (present.setdefault(about, []) if state == HERE else absent.setdefault(state, [])).append(name)
     drawn = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     drawn.add_column(no_wrap=True)
     drawn.add_column(overflow="fold")
-    for about, words in here.items():
+    for about, words in present.items():
         drawn.add_row(about, escape(", ".join(words)))
     for why, names in absent.items():
         drawn.add_row("", escape(f"{', '.join(names)}: {why}"))

@@ -96,10 +96,10 @@ def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
 
 def writable(directory: Path, argument: str) -> None:
     """Refuses a directory that cannot be made or written to (UsageError); makes none, which a failure would leave."""
-    there = next(place for place in (directory, *directory.absolute().parents) if os.path.lexists(place))
+    existing = next(place for place in (directory, *directory.absolute().parents) if os.path.lexists(place))
     try:
         # permissions do not say it all: nobody can make a file in /proc, on a full disk or on one mounted for reading
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         what = "written to" if directory.is_dir() else "made"

@@ -43,12 +43,12 @@ def run(options: Options) -> Done:
         resolve_device(options.device)
         writable(directory, "output_dir")
 
-        def no_room(said: str) -> str:
+        def no_room(error: str) -> str:
             fits = [f"fewer windows at once (--batch-size {settings.batch_size // 2})"] * (settings.batch_size > 1)
             shorter = settings.context and f"--context {settings.context // 2}"
             fits.append(shorter or "shorter windows (--context)")
             return (
-                f"memory: none is left ({said}), expected room for the weights and a batch; what would fit: "
+                f"memory: none is left ({error}), expected room for the weights and a batch; what would fit: "
                 f"{', '.join(fits)}, or another --dtype or --device; finished batches are kept: with the same settings "
                 f"{goes_on} with them, other settings need another --output-dir"
             )

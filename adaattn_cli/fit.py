@@ -59,21 +59,21 @@ def fit_to_text(
     lengths = [length for length in LENGTHS if positions is None or length <= positions] or [positions or 0]
     if positions is not None and lengths[0] < min(positions, LENGTHS[0]):
         lengths.insert(0, positions)
-    own = settings.sequences + settings.joint
-    enough = lengths[0] * (own + settings.held_out)
+    searched = settings.sequences + settings.joint
+    enough = lengths[0] * (searched + settings.held_out)
     fewest = max(min(LEAST_HELD_OUT, settings.held_out), 2 * len(verify_data or ()))
     tokens = count_tokens(data, encode, enough)
-    held = count_tokens(verify_data, encode, enough) if verify_data else 0
+    held_out_tokens = count_tokens(verify_data, encode, enough) if verify_data else 0
     for wanted in (settings.held_out, max(settings.held_out // 2, fewest), fewest):
         for length in lengths:
-            room = tokens // length - own if not verify_data else held // length
-            if room >= wanted and tokens // length >= own:
+            room = tokens // length - searched if not verify_data else held_out_tokens // length
+            if room >= wanted and tokens // length >= searched:
                 most = min(settings.held_out, room)
-                said = f"text: {own} sequences of {length:,} tokens to choose the plan, {most} to verify it"
-                return replace(settings, lengths=(length,)), said
-    needed = lengths[-1] * (own + (0 if verify_data else fewest))
+                sentence = f"text: {searched} sequences of {length:,} tokens to choose the plan, {most} to verify it"
+                return replace(settings, lengths=(length,)), sentence
+    needed = lengths[-1] * (searched + (0 if verify_data else fewest))
     also = f" and {lengths[-1] * fewest} held out" if verify_data else ""
     raise ValueError(
-        f"data: {tokens} tokens of text{f' and {held} held out' if verify_data else ''}, expected at least "
-        f"{needed}{also} for sequences of {lengths[-1]}; give more text"
+        f"data: {tokens} tokens of text{f' and {held_out_tokens} held out' if verify_data else ''}, expected at "
+        f"least {needed}{also} for sequences of {lengths[-1]}; give more text"
     )

@@ -59,10 +59,10 @@ def job_of(options: Options, target: Path, places: Sequence[Path]) -> Job:
         )
     refuse_unknown(options.families)
     settings = options.fill(CalibrationSettings, budget=budgets[0])
-    known = None if options.risks is None else Known.read(options.risks)
-    if known is not None:
+    risks = None if options.risks is None else Known.read(options.risks)
+    if risks is not None:
         lengths = {"lengths": options.lengths} if options.lengths else {}
-        settings = replace(settings, **{**known.settings, **lengths})
+        settings = replace(settings, **{**risks.settings, **lengths})
     return Job(
         options.model or str(demo_model_path("llama")),
         options.data or (pages_path("calibration"),),
@@ -72,7 +72,7 @@ def job_of(options: Options, target: Path, places: Sequence[Path]) -> Job:
         None if prices is None else PriceTable.from_json(prices.read_text(encoding="utf-8")),
         options,
         dict(zip(places, budgets, strict=True)),
-        known,
+        risks,
     )
 
 
@@ -88,19 +88,19 @@ def outlook(job: Job, stages: Mapping[str, float]) -> list[str]:
     s, stages = job.settings, {**stages, "plans": len(job.budgets) * stages["plans"]}
     total = sum(stages.values())
     parts = {"risk": "measuring risks", "prices": "timing choices", "plans": "finding and verifying plans"}
-    told = ", ".join(f"{words} {duration(stages[stage])}" for stage, words in parts.items() if stages[stage])
+    by_stage = ", ".join(f"{words} {duration(stages[stage])}" for stage, words in parts.items() if stages[stage])
     shorter = [f"--lengths {s.lengths[-1] // 2}"]
     if stages["risk"] > stages["plans"]:
         shorter += [f"--sequences {s.sequences // 2}"] * (s.sequences > 1)
     else:
         shorter += [f"--held-out {s.held_out // 2}"] * (s.held_out >= 2 * LEAST_HELD_OUT)
-    lines = [f"time: about {duration(total)} in all ({told}); shorter with {', '.join(shorter)} or --minutes N"]
+    lines = [f"time: about {duration(total)} in all ({by_stage}); shorter with {', '.join(shorter)} or --minutes N"]
     if s.minutes is not None and total > 60.0 * s.minutes:
         lines.append(f"--minutes {s.minutes:g} will end it before that, perhaps without a plan")
     return [*lines, f"Ctrl-C keeps what is measured by then in {job.target}, and --resume goes on with it"]
 
 
-def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
+def out_of_memory(job: Job, device: object, stage: str, error: str) -> str:
     """Returns the out-of-memory message: what was being done, what would fit, and what is kept."""
     longest, batch = job.settings.lengths[-1], job.settings.batch
     doing = {
@@ -125,6 +125,6 @@ def out_of_memory(job: Job, device: object, stage: str, said: str) -> str:
         "--batch-size or --held-out, too; delete that file to begin anew with other lengths, rows or sequences"
     )
     return (
-        f"memory: {device} has none left while {doing} ({said}), expected room for it; what would fit: {fits}, or a "
+        f"memory: {device} has none left while {doing} ({error}), expected room for it; what would fit: {fits}, or a "
         f"device with more memory; {kept}"
     )

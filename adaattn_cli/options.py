@@ -44,13 +44,13 @@ class Options(SimpleNamespace):
     def fill(self, settings: Callable[..., Settings], **others: Any) -> Settings:
         """Returns settings whose fields are the options of the same names, where these were given, or `others`."""
         names = [one.name for one in dataclasses.fields(cast(Any, settings))]
-        given = {name: value for name in names if (value := getattr(self, name, None)) not in (None, ())}
-        return settings(**{**given, **others})
+        typed = {name: value for name in names if (value := getattr(self, name, None)) not in (None, ())}
+        return settings(**{**typed, **others})
 
     def source(self) -> dict[str, Any]:
         """What says which checkpoint, where it is given, as Transformers takes it."""
-        every = ("revision", "gguf_file", "trust_remote_code")
-        return {name: value for name in every if (value := getattr(self, name))}
+        names = ("revision", "gguf_file", "trust_remote_code")
+        return {name: value for name in names if (value := getattr(self, name))}
 
     def loading(self) -> dict[str, Any]:
         """What says how a checkpoint is loaded, as `patches.checkpoint.load` takes it."""
@@ -104,30 +104,30 @@ class Command:
     ) -> None:
         self.help, self.panels, self.check, self.options = help, panels or {}, check, options
 
-    def __call__(self, **given: Any) -> Options:
+    def __call__(self, **values: Any) -> Options:
         """Returns options, with defaults for those that are not given; ValueError for a mistake in them."""
-        if unknown := given.keys() - self.options.keys():
+        if unknown := values.keys() - self.options.keys():
             raise TypeError(f"options: got {', '.join(sorted(unknown))}, expected some of {', '.join(self.options)}")
-        options = Options(**{name: given.get(name, one.default) for name, one in self.options.items()})
+        options = Options(**{name: values.get(name, one.default) for name, one in self.options.items()})
         if self.check is not None:
             self.check(options)
         return options
 
     def read(self, values: Mapping[str, Any]) -> Options:
         """Returns the options that typer read; ValueError for a mistake in them."""
-        given = {}
+        typed = {}
         for name, value in values.items():
             if value is None or value == []:
                 continue
             one = self.options[name]
             if one.read is not None:
                 value = one.read(value, (one.name or name).strip("-").replace("-", "_"))
-            given[name] = tuple(value) if isinstance(value, list) else getattr(value, "value", value)
-        return self(**given)
+            typed[name] = tuple(value) if isinstance(value, list) else getattr(value, "value", value)
+        return self(**typed)
 
     def parameters(self) -> list[inspect.Parameter]:
         """The options as parameters of a function, as typer reads them: by panels, then the others."""
-        panels, found = {name: panel for panel, names in self.panels.items() for name in names}, []
+        panels, parameters = {name: panel for panel, names in self.panels.items() for name in names}, []
         for name in dict.fromkeys((*panels, *self.options)):
             kind, default, text, typed, choices, read, least = self.options[name]
             metavar = "<int>" if least is not None else None  # the table of help has no room for bounds
@@ -148,8 +148,8 @@ class Command:
                 )
             kind = Annotated[kind | None if default is None else kind, info]
             default = inspect.Parameter.empty if default is ... else default
-            found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-        return found
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        return parameters
 
 
 def tokens(text: str, name: str = "lengths") -> tuple[int, ...]:

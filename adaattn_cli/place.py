@@ -69,10 +69,10 @@ class Place:
 
     def directory(self, model: str | None) -> Path:
         """Returns the directory to write to; UsageError for the model's without `in_place`, or one that must stay."""
-        own = None if model is None or not Path(model).is_dir() else Path(model)
+        checkpoint = None if model is None or not Path(model).is_dir() else Path(model)
         if not self.in_place:
             target = self.output_dir or Path(DEMO_DIRECTORY if model is None else PLAN_DIRECTORY)
-            if own is not None and target.resolve() == own.resolve():
+            if checkpoint is not None and target.resolve() == checkpoint.resolve():
                 raise UsageError(
                     f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
                     "--in-place to write into the model"
@@ -80,14 +80,14 @@ class Place:
             _refuse_checkpoint(target)
         elif self.output_dir is not None:
             raise UsageError(f"in_place: got --output-dir {self.output_dir}, too, expected one of them; leave one out")
-        elif own is None:
+        elif checkpoint is None:
             raise UsageError(
                 f"in_place: got {model or 'the packaged model'}, expected the directory of a model that is yours: what "
                 "comes from the hub or with the package is never written to; leave --in-place out, and run the plan "
                 "with adaattn_hf.load_plan(model, DIRECTORY)"
             )
         else:
-            target = own
+            target = checkpoint
         _refuse_kept(target, "in_place" if self.in_place else "output_dir")
         return target
 

@@ -40,10 +40,10 @@ def explore(options: Options) -> Done:
         if not report.is_file():
             raise PlanError(f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan")
         try:
-            found = parse_json(text_file(report))
-            if not isinstance(found, dict) or "table" not in found:
+            content = parse_json(text_file(report))
+            if not isinstance(content, dict) or "table" not in content:
                 raise ValueError("it holds no table of risks and prices; calibrate again with this version")
-            data = explorer(SolverTable.from_dict(found["table"]), plan, buys, options.name)
+            data = explorer(SolverTable.from_dict(content["table"]), plan, buys, options.name)
         except ValueError as error:
             raise UsageError(f"{report}: {error}") from error
         _draw(options.html, page(data))
@@ -64,10 +64,10 @@ def explore(options: Options) -> Done:
 
 def _opened(path: Path | None) -> tuple[Path, Plan, Bought]:
     """Where a plan lies, the plan, and what the report beside it says of it."""
-    own = Path(PLAN_DIRECTORY)
-    if path is None and not any(own.rglob(PLAN_FILE)):
-        raise UsageError(f"plan: no plan in {own}; run `adaattn calibrate MODEL`, or name another directory")
-    return path or own, Plan.from_pretrained(path or own), bought(path or own)
+    default = Path(PLAN_DIRECTORY)
+    if path is None and not any(default.rglob(PLAN_FILE)):
+        raise UsageError(f"plan: no plan in {default}; run `adaattn calibrate MODEL`, or name another directory")
+    return path or default, Plan.from_pretrained(path or default), bought(path or default)
 
 
 def _draw(target: Path, drawn: str) -> None:

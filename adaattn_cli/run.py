@@ -107,10 +107,10 @@ def models_that_load(plan: Plan | None, attention: str | None) -> Iterator[None]
         ContinuousMixin.init_continuous_batching = start  # type: ignore[method-assign]
 
 
-def _changed(engine: ContinuousBatchingConfig, own: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
+def _changed(engine: ContinuousBatchingConfig, theirs: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
     """Our settings of the engine, with what a program changes in its own."""
-    fields = () if own is None else dataclasses.fields(ContinuousBatchingConfig)
-    changes = {one.name: value for one in fields if (value := getattr(own, one.name)) != one.default}
+    fields = () if theirs is None else dataclasses.fields(ContinuousBatchingConfig)
+    changes = {one.name: value for one in fields if (value := getattr(theirs, one.name)) != one.default}
     return dataclasses.replace(engine, **changes)
 
 

@@ -40,12 +40,12 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     plan = result.plan.to_json()
     prices = result.report.pop("prices")
     report = json_text({**result.report, PLAN_HASH: digest(plan.encode())}, indent=1, sort_keys=True)
-    found = {"plan": json.loads(plan), "report": json.loads(report)}
+    results = {"plan": json.loads(plan), "report": json.loads(report)}
     if not result.met and any(one.weight_hash == result.plan.weight_hash for one in proven_in(job.target, "")):
         failed = job.target / FAILED_FILE
-        write_atomically(failed, json_text(found, indent=1, sort_keys=True) + "\n")
+        write_atomically(failed, json_text(results, indent=1, sort_keys=True) + "\n")
         kept = f"kept: the plan in {job.target}, which was verified before"
-        return found, partial(_tell_all, console, [result.sentence, kept, f"report: {failed}"])
+        return results, partial(_tell_all, console, [result.sentence, kept, f"report: {failed}"])
     write_atomically(job.target / "adaattn_prices.json", prices)
     write_atomically(job.target / REPORT_FILE, report + "\n")
     buys = Bought.of(json.loads(report))
@@ -72,7 +72,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
         print_plan(console, result.plan, buys, job.options.verbose, None if result.met else result.sentence)
         _tell_all(console, lines)
 
-    return found, show
+    return results, show
 
 
 def gains(passes: Sequence[Benefit], settings: CalibrationSettings, positions: int | None) -> list[str]:
@@ -103,11 +103,11 @@ def _tell_all(console: Console, lines: Sequence[str]) -> None:
 
 def proven_in(directory: Path, *folders: str) -> list[Plan]:
     """Returns the plans that held-out text has proven, of those in some folders of a directory (glob patterns)."""
-    found = []
+    plans = []
     for path in sorted(file for folder in folders for file in directory.glob(f"{folder}{PLAN_FILE}")):
         with contextlib.suppress(PlanError):  # what cannot be read is replaced, or refused where it is another model's
-            found.append(Plan.from_pretrained(path))
-    return [plan for plan in found if plan.verified is not None and unproven(plan) is None]
+            plans.append(Plan.from_pretrained(path))
+    return [plan for plan in plans if plan.verified is not None and unproven(plan) is None]
 
 
 def evaluation(job: Job, dtype: str) -> str:

@@ -47,16 +47,16 @@ def run(options: Options) -> Done:
     console = Console(stderr=options.as_json)
     with ending(argument="data", wrong=(ValueError, FileNotFoundError, PlanError)):
         use_threads(options.threads)
-        found = prove(options, console)
-    for sentence in found["differing"]:
+        results = prove(options, console)
+    for sentence in results["differing"]:
         tell(console, f"warning: {sentence}; figures may differ from those of the stored verification")
-    over = "" if found["cache"] == "model" else f" over a cache in {found['cache']}"
-    if not found["verdicts"]:
-        tell(console, f"{found['model']}: every layer is exact, and nothing is to be verified")
-    for length, verdict in found["verdicts"].items():
+    over = "" if results["cache"] == "model" else f" over a cache in {results['cache']}"
+    if not results["verdicts"]:
+        tell(console, f"{results['model']}: every layer is exact, and nothing is to be verified")
+    for length, verdict in results["verdicts"].items():
         read = f"{verdict['tokens']:,} predictions at {length} tokens{over}"
-        tell(console, f"{found['model']}, {read}: {verdict['sentence']}")
-    used = found["limits"]
+        tell(console, f"{results['model']}, {read}: {verdict['sentence']}")
+    used = results["limits"]
     lost = "2 % beyond chance" if used["needles"] is None else in_percent(used["needles"])
     tell(
         console,
@@ -64,8 +64,8 @@ def run(options: Options) -> Done:
         f"{in_nats(used['kl'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, "
         f"needles lost {lost}",
     )
-    tell(console, f"stored verification: {found['stored_verdict']}")
-    return Done(found, int(not found["passed"]))
+    tell(console, f"stored verification: {results['stored_verdict']}")
+    return Done(results, int(not results["passed"]))
 
 
 def prove(options: Options, console: Console) -> dict[str, Any]:
@@ -78,14 +78,14 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
     if not options.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     refuse_repeats(options.data, None)
-    own = Path(model) / PLAN_FILE
-    path = options.plan or (Path(model) if own.is_file() else Path(PLAN_DIRECTORY))
+    carried = Path(model) / PLAN_FILE
+    path = options.plan or (Path(model) if carried.is_file() else Path(PLAN_DIRECTORY))
     plan = Plan.from_pretrained(path)
     room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
     verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"
     loosest = Gates.loosest(plan.budget, plan.dtype)
     stored, reason = plan.verified if stored_as == "model" else plan.cache_verified, unproven(plan)
-    said = words(stored, loosest) if stored and not reason else f"the plan {reason}" if reason else "none"
+    stored_verdict = words(stored, loosest) if stored and not reason else f"the plan {reason}" if reason else "none"
     with room_or_sentence(f"memory: {device} has none left ({{}}), {room}".format):
         if not plan.is_exact or stored_as != "model":
             loaded = load(model, plans=(str(path),), device="cpu", implementation="adaattn", **options.source())
@@ -97,7 +97,7 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
         "verdicts": {str(length): asdict(one) for length, one in verdicts.items()},
         "limits": {**asdict(gates), "top1": gates.least_top1, "kl": gates.most_kl, "confidence": LEVEL},
         "stored": None if stored is None else asdict(stored),
-        "stored_verdict": said,
+        "stored_verdict": stored_verdict,
         "differing": differing(plan, device, judged),
     }
 
@@ -108,15 +108,15 @@ def _verdicts(
     settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, **asdict(options.fill(Judged)))
     subject = Subject(placed(loaded.model, options.device))
     refuse_longer(plan.lengths, subject.positions, name_of(plan))
-    found = BoundPlan.of(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
-    programs = {index: one for index, one in found.items() if one is not None}
+    bound_layers = BoundPlan.of(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
+    programs = {index: one for index, one in bound_layers.items() if one is not None}
     # drawn as in a calibration; of the plan's own text, sequences that chose the plan are left out
-    content, own, data = scoring.content(plan.max_length), settings.sequences + settings.joint, options.data
-    sample = draw(data, loaded.encode, content, {"held_out": 2}, settings.seed, own + settings.held_out - 2)
+    content, searched, data = scoring.content(plan.max_length), settings.sequences + settings.joint, options.data
+    sample = draw(data, loaded.encode, content, {"held_out": 2}, settings.seed, searched + settings.held_out - 2)
     drawn = sample.parts["held_out"]
     text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
     apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint
-    drawn = drawn[: settings.held_out] if apart else drawn[own:]
+    drawn = drawn[: settings.held_out] if apart else drawn[searched:]
     counts = Counter(one.source for one in drawn)
     fewest = min(counts[str(path)] for path in data) if apart else len(drawn)
     if fewest < 2:
@@ -134,7 +134,7 @@ def _verdicts(
     rounding = min(stock_distance(inputs).kl, most_rounding(plan.dtype))
     gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding, max_kl=settings.max_kl)
     haystacks = settings.haystacks if scoring.generates else 0
-    heads = len(found) * len(plan.layers[0].choices) if programs else 1
+    heads = len(bound_layers) * len(plan.layers[0].choices) if programs else 1
     verdicts, tap = dict[int, Verified](), stored_tap(programs, plan.cache[0] if plan.cache else "model")
     work = {f"verify {length}": float(length) for length in plan.lengths}
     with shown_progress(work, console, quiet=options.quiet) as progress:
@@ -151,12 +151,12 @@ def _verdicts(
 
 def differing(plan: Plan, device: torch.device, judged: Judged) -> list[str]:
     """Returns, in words, how machine, versions and options differ from those that the plan says made it."""
-    said = {"seed": plan.seed, **plan.protocol.get("settings", {})}
-    known = (
+    settings = {"seed": plan.seed, **plan.protocol.get("settings", {})}
+    compared = (
         ("machine", plan.protocol.get("machine"), machine(device)),
         ("torch", plan.torch, torch.__version__),
         ("transformers", plan.transformers, version("transformers")),
         ("adaattn", plan.adaattn, version("adaattn-hf")),
-        *((name, said.get(name), typed) for name, typed in asdict(judged).items()),
+        *((name, settings.get(name), typed) for name, typed in asdict(judged).items()),
     )
-    return [f"{name} was {there!s:.80}, is {here}" for name, there, here in known if there not in (None, here)]
+    return [f"{name} was {before!s:.80}, is {now}" for name, before, now in compared if before not in (None, now)]

@@ -35,8 +35,8 @@ def budget_of(name: str) -> float:
 
 @functools.cache
 def _read(name: str) -> Mapping[str, Any]:
-    known = preset_names()
-    if name not in known:
-        raise ConfigError(unknown("preset", name, known))
+    names = preset_names()
+    if name not in names:
+        raise ConfigError(unknown("preset", name, names))
     text = resources.files("adaattn_hf.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text) or {}

@@ -36,14 +36,14 @@ def watch(model: Any, call: Callable[[], object]) -> Counts:
 
 def rate(implementation: str, planned: bool, counted: Sequence[Counts | None]) -> dict[str, Any]:
     """An arm's rate over the batches of a run, or the reason why it has none; None stands for an unwatched batch."""
-    known = [counts for counts in counted if counts is not None]
-    pairs, changed = (sum(one[place] for one in known) for place in (0, 1))
-    found: dict[str, Any] = dict.fromkeys(("rate", "reason", "pairs", "batches"))
+    watched = [counts for counts in counted if counts is not None]
+    pairs, changed = (sum(one[place] for one in watched) for place in (0, 1))
+    entry: dict[str, Any] = dict.fromkeys(("rate", "reason", "pairs", "batches"))
     if not implementation.startswith("adaattn"):
-        return {**found, "reason": "it is not the plug-in's"}
+        return {**entry, "reason": "it is not the plug-in's"}
     if not planned:
         why = "the model carries no plan, and without one nothing but exact attention runs"
-        return {**found, "rate": 0.0, "reason": why}
+        return {**entry, "rate": 0.0, "reason": why}
     if not pairs:
-        return {**found, "reason": "no attention call was counted"}
-    return {"rate": changed / pairs, "reason": None, "pairs": pairs, "batches": len(known)}
+        return {**entry, "reason": "no attention call was counted"}
+    return {"rate": changed / pairs, "reason": None, "pairs": pairs, "batches": len(watched)}

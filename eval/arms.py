@@ -137,15 +137,15 @@ def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Modu
     An attention module outside of such lists stands for itself.
     """
     layers: list[nn.Module] = []
-    left = set(attentions)
+    unplaced = set(attentions)
     for module in model.modules():
         if not isinstance(module, nn.ModuleList) or any(isinstance(item, HOLDERS) for item in module):
             continue
-        held = [left.intersection(item.modules()) for item in module]
-        if any(held) and all(len(one) <= 1 for one in held):
+        inside = [unplaced.intersection(item.modules()) for item in module]
+        if any(inside) and all(len(one) <= 1 for one in inside):
             layers += module
-            left = left.difference(*held)
-    return list(dict.fromkeys((*layers, *left)))
+            unplaced = unplaced.difference(*inside)
+    return list(dict.fromkeys((*layers, *unplaced)))
 
 
 def exact_tap(module: nn.Module, call: AttentionCall) -> Tensor:

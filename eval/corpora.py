@@ -108,21 +108,21 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
         DataUnavailable: the corpus is neither local nor cached nor to be had.
         UsageError: `spec` names no known corpus and no file.
     """
-    known, colon, where = spec.partition(":")
-    own = known in HUB and bool(colon)
-    path = Path(where if own else spec)
+    corpus, colon, where = spec.partition(":")
+    in_its_form = corpus in HUB and bool(colon)
+    path = Path(where if in_its_form else spec)
     origin = path.resolve().name  # the name alone: a report speaks of data, not of one machine's directories
     try:
         if spec in HUB:
             return _from_hub(spec, split)
-        if own and not path.exists():
+        if in_its_form and not path.exists():
             raise DataUnavailable(
-                f"data: got {known}:{path}, which does not exist, expected a file or directory; correct the "
-                f"path, or pass --data {known} to have it through the package datasets"
+                f"data: got {corpus}:{path}, which does not exist, expected a file or directory; correct the "
+                f"path, or pass --data {corpus} to have it through the package datasets"
             )
-        if own and known == "lambada":
+        if in_its_form and corpus == "lambada":
             return lastword_corpus(_texts(path, None, split, lines=True), origin)
-        if own:
+        if in_its_form:
             files = _files(path)
             if all(f.suffix.lower() in TEXT_SUFFIXES for f in files):
                 texts = ("".join(pieces(file)) for file in files)
@@ -144,22 +144,22 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
         raise DataUnavailable(str(error)) from error
 
 
-def _from_hub(known: str, split: str) -> Corpus:
-    datasets = _datasets(known)
+def _from_hub(corpus: str, split: str) -> Corpus:
+    datasets = _datasets(corpus)
     reasons = []
-    for repository, configuration in HUB[known]:
+    for repository, configuration in HUB[corpus]:
         try:
             rows = datasets.load_dataset(repository, configuration, split=split)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             reasons.append(f"{repository}: {type(error).__name__}: {str(error).splitlines()[0]}")
             continue
         origin = f"{repository} ({configuration}) {split}"
-        if known == "lambada":
+        if corpus == "lambada":
             return lastword_corpus((row["text"] for row in rows), origin)
         return wikitext_corpus(_pages(rows, repository), origin)
     raise DataUnavailable(
-        f"data: {known} is neither in the local cache of datasets nor to be downloaded "
-        f"({'; '.join(reasons)}). Connect to the hub once, or name a local file: --data {known}:PATH"
+        f"data: {corpus} is neither in the local cache of datasets nor to be downloaded "
+        f"({'; '.join(reasons)}). Connect to the hub once, or name a local file: --data {corpus}:PATH"
     )
 
 

@@ -61,7 +61,7 @@ class BatchRecord:
         return cls(scores, elapsed, tuple(c and (c[0], c[1]) for c in value["activation"]))
 
 
-def _held(descriptor: int) -> bool:
+def _locked(descriptor: int) -> bool:
     """Whether a file is this process's alone until it is closed; where nothing can lock it, nobody can tell."""
     if fcntl is None:
         return True
@@ -93,7 +93,7 @@ class Journal:
         directory.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("ab")
         try:
-            if not _held(self._file.fileno()):
+            if not _locked(self._file.fileno()):
                 raise JournalMismatch(
                     f"output_dir: {self.path} is being written by another process; wait for it, or pass another "
                     "--output-dir"

@@ -40,8 +40,8 @@ class Haystack:
     @property
     def asked(self) -> TokenWindow:
         """The window that is scored where values are asked for, and nowhere else."""
-        asked = [answer + step - 1 for answer in self.answers for step in range(VALUE)]
-        positions, tokens = np.array(asked, np.int64), self.tokens.numpy()
+        scored = [answer + step - 1 for answer in self.answers for step in range(VALUE)]
+        positions, tokens = np.array(scored, np.int64), self.tokens.numpy()
         return TokenWindow("", tokens, positions, tokens[positions + 1])
 
 
@@ -61,8 +61,8 @@ def build(text: Tensor, needles: int, generator: torch.Generator) -> Haystack:
     drawn = vocabulary[torch.randint(len(vocabulary), (needles, size), generator=generator, device="cpu")]
     twice = needles // 4
     drawn[needles // 2 : needles // 2 + twice, :KEY] = drawn[:twice, :KEY]
-    keys = [tuple(key) for key in drawn[:, :KEY].tolist()]
-    likely = tuple(tuple(int(other[KEY]) for other, its in zip(drawn, keys, strict=True) if its == key) for key in keys)
+    keys, first = [tuple(key) for key in drawn[:, :KEY].tolist()], drawn[:, KEY].tolist()
+    likely = tuple(tuple(value for other, value in zip(keys, first, strict=True) if other == key) for key in keys)
     pieces, start = [], 0
     for index in range(needles):
         stop = int((index + 0.5) / needles * room)
@@ -85,13 +85,13 @@ def is_found(haystack: Haystack, needle: int, likeliest: Sequence[int]) -> bool:
     return likeliest[0] in haystack.likely[needle] and list(likeliest[1:]) == rest
 
 
-def compared(found: Sequence[tuple[bool, bool]]) -> tuple[int, int, int]:
+def compared(outcomes: Sequence[tuple[bool, bool]]) -> tuple[int, int, int]:
     """Returns how many needles only exact attention finds, how many only the plan, and how many exact attention.
 
-    `found` says of each needle whether exact attention finds it, and whether the plan does.
+    `outcomes` say of each needle whether exact attention finds it, and whether the plan does.
     """
-    lost, won = found.count((True, False)), found.count((False, True))
-    return lost, won, lost + found.count((True, True))
+    lost, won = outcomes.count((True, False)), outcomes.count((False, True))
+    return lost, won, lost + outcomes.count((True, True))
 
 
 @torch.no_grad()

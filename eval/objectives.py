@@ -49,9 +49,9 @@ class NextToken:
         """Returns how many tokens of text a sequence of `length` tokens holds: all of them."""
         return length
 
-    def spans(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+    def spans(self, windows: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the windows of attention to consider: those asked for."""
-        return asked
+        return windows
 
     def windows(self, tokens: Sequence[int], seed: int) -> list[TokenWindow]:
         """Returns the one window of a sequence, whatever the seed."""
@@ -108,9 +108,9 @@ class MaskedTokens:
         """Returns `length` less the special tokens."""
         return length - len(self.prefix) - len(self.suffix)
 
-    def spans(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+    def spans(self, windows: tuple[int, ...]) -> tuple[int, ...]:
         """Returns windows for bidirectional attention instead of the default ones, which are for causal attention."""
-        return WINDOWS_BOTH_WAYS if asked == WINDOWS else asked
+        return WINDOWS_BOTH_WAYS if windows == WINDOWS else windows
 
     def windows(self, tokens: Sequence[int], seed: int) -> list[TokenWindow]:
         """Returns the windows of a sequence; every masked token is replaced by the mask token."""
@@ -118,7 +118,7 @@ class MaskedTokens:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         whole = np.array([*self.prefix, *tokens, *self.suffix], np.int64)
         size = max(1, round(self.share * len(tokens)))
-        found: list[TokenWindow] = []
+        readings: list[TokenWindow] = []
         pieces: list[Tensor] = []
         for _ in range(self.count):
             if not pieces:
@@ -127,8 +127,8 @@ class MaskedTokens:
             positions = pieces.pop(0).sort().values.numpy() + len(self.prefix)
             masked = whole.copy()
             masked[positions] = self.mask_token
-            found.append(TokenWindow("", masked, positions, whole[positions]))
-        return found
+            readings.append(TokenWindow("", masked, positions, whole[positions]))
+        return readings
 
     def words(self) -> dict[str, Any]:
         """Returns the protocol as a plan keeps it."""

@@ -51,8 +51,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 def processor(made: Mapping[str, Any]) -> str:
     """The processor of a record in words, with its instruction set where that was recorded."""
-    known = made.get("instructions", "none")
-    return str(made["cpu"]) if known == "none" else f"{made['cpu']} ({known})"
+    instructions = made.get("instructions", "none")
+    return str(made["cpu"]) if instructions == "none" else f"{made['cpu']} ({instructions})"
 
 
 def source_digest() -> str:
@@ -73,11 +73,11 @@ def commit(directory: Path) -> str | None:
     The latter is marked `+dirty` where tracked files differ. The variable counts first: files that were copied to
     another machine may lie in a checkout of another commit there.
     """
-    if told := os.environ.get("ADAATTN_COMMIT"):
-        if re.fullmatch(r"[0-9a-f]{7,64}(\+dirty)?", told):
-            return told
+    if named := os.environ.get("ADAATTN_COMMIT"):
+        if re.fullmatch(r"[0-9a-f]{7,64}(\+dirty)?", named):
+            return named
         raise UsageError(
-            f"ADAATTN_COMMIT: got {told!r}, expected the digits of a commit, as `git rev-parse HEAD` prints them, "
+            f"ADAATTN_COMMIT: got {named!r}, expected the digits of a commit, as `git rev-parse HEAD` prints them, "
             "followed by +dirty where files differ; or leave it unset"
         )
 

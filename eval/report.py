@@ -97,8 +97,8 @@ def rows(report: Report) -> tuple[list[str], Rows]:
 
 def remarks(report: Report) -> list[str]:
     """Why there is no figure per word, or a strange one."""
-    words, found = (report["quality"]["arms"][0].get(name) for name in ("words", "word_perplexity"))
-    if report["data"]["kind"] != "pages" or not words or (found is not None and found < BEYOND):
+    words, perplexity = (report["quality"]["arms"][0].get(name) for name in ("words", "word_perplexity"))
+    if report["data"]["kind"] != "pages" or not words or (perplexity is not None and perplexity < BEYOND):
         return []
     return [f"The text is too short for a perplexity per word ({_count(words, 'word')}), or strange to the model"]
 
@@ -137,12 +137,12 @@ def bounds(report: Report, max_ppl_ratio: float | None) -> list[dict[str, Any]]:
     """
     if max_ppl_ratio is None:
         return []
-    found = report["quality"]["comparisons"][0]["perplexity_ratio"]["upper"]
-    kept = found is not None and found <= max_ppl_ratio
+    upper = report["quality"]["comparisons"][0]["perplexity_ratio"]["upper"]
+    kept = upper is not None and upper <= max_ppl_ratio
     sentence = "no interval: the text is one document of one window; give more text"
-    if found is not None:
-        sentence = f"the one-sided 95 % perplexity-ratio bound is {found:.9g}, {'within' if kept else 'above'} it"
-    return [{"name": "max_ppl_ratio", "asked": max_ppl_ratio, "found": found, "kept": kept, "sentence": sentence}]
+    if upper is not None:
+        sentence = f"the one-sided 95 % perplexity-ratio bound is {upper:.9g}, {'within' if kept else 'above'} it"
+    return [{"name": "max_ppl_ratio", "asked": max_ppl_ratio, "found": upper, "kept": kept, "sentence": sentence}]
 
 
 def markdown(reports: Sequence[Report]) -> str:

@@ -141,8 +141,8 @@ def measure(
         progress(done, sum(sizes))
         # of several processes each runs every n-th batch, all know every record
         missing = [index for index in range(len(batches)) if index not in journal.records]
-        for index, found in zip(missing, crew.work(missing, record), strict=True):
-            journal.append(index, found)
+        for index, batch_record in zip(missing, crew.work(missing, record), strict=True):
+            journal.append(index, batch_record)
             done += sizes[index]
             progress(done, sum(sizes))
         records = tuple(journal.records[index] for index in range(len(batches)))

@@ -80,9 +80,9 @@ def forward(
             return model(**keywords, **more).logits  # type: ignore[no-any-return]
         stock = cache == "dynamic"
         keys: Any = DynamicCache(config=model.config) if stock else AdaAttnCache(model, cache, streaming=streaming)
-        held = with_cache(model, keys)
+        cached = with_cache(model, keys)
         parts = keywords["input_ids"].split(piece, dim=1)
-        return torch.cat([model(part, use_cache=True, **held).logits for part in parts], dim=1)
+        return torch.cat([model(part, use_cache=True, **cached).logits for part in parts], dim=1)
 
 
 def score(logits: Sequence[torch.Tensor], windows: Sequence[TokenWindow], offsets: Sequence[int]) -> TokenScores:
@@ -92,7 +92,7 @@ def score(logits: Sequence[torch.Tensor], windows: Sequence[TokenWindow], offset
     """
     rows = [np.full(len(w.targets), i) for i, w in enumerate(windows)]
     columns = [w.rows + o for w, o in zip(windows, offsets, strict=True)]
-    found = (rows, columns, [w.targets for w in windows])
-    row, column, targets = (torch.from_numpy(np.concatenate(one)).to(logits[0].device) for one in found)
+    places = (rows, columns, [w.targets for w in windows])
+    row, column, targets = (torch.from_numpy(np.concatenate(one)).to(logits[0].device) for one in places)
     parts = zip(row.split(_ROWS), column.split(_ROWS), targets.split(_ROWS), strict=True)
     return joined([score_tokens([arm[r, c] for arm in logits], t) for r, c, t in parts])

@@ -41,10 +41,10 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.baseline:
             object.__setattr__(self, "baseline", "sdpa" if self.baseline_plan is None else self.attn_implementation)
-        for name, known in (("windows", RECIPES), ("padding", PADDINGS), ("cache", ("model", *FORMATS))):
+        for name, accepted in (("windows", RECIPES), ("padding", PADDINGS), ("cache", ("model", *FORMATS))):
             value = getattr(self, name)
-            if value is not None and value not in known:
-                raise UsageError(unknown(name, value, known))
+            if value is not None and value not in accepted:
+                raise UsageError(unknown(name, value, accepted))
         for name in ("context", "stride", "batch_size", "limit_docs", "limit_tokens", "cache_piece"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -41,8 +41,8 @@ def paired_difference(delta: Float, tokens: Numbers) -> dict[str, Any]:
         by resampling clusters 10,000 times (percentiles, fixed seed). With a single cluster there is no
         spread to be had: the limits are None.
     """
-    found = clustered_ratio(delta, tokens)
-    mean, clusters, error = found.mean, found.clusters, found.error
+    ratio = clustered_ratio(delta, tokens)
+    mean, clusters, error = ratio.mean, ratio.clusters, ratio.error
     result: dict[str, Any] = {"mean": mean, "clusters": clusters, "tokens": int(tokens.sum()), "confidence": CONFIDENCE}
     limits = ("standard_error", "low", "high", "upper", "bootstrap_low", "bootstrap_high", "bootstrap_upper")
     if error is None:
@@ -60,7 +60,7 @@ def paired_difference(delta: Float, tokens: Numbers) -> dict[str, Any]:
     )
     drawn = np.sort(np.asarray(resampled.bootstrap_distribution, dtype=np.float64))
     low, high, upper = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2, CONFIDENCE])
-    values = (error, mean - two_sided, mean + two_sided, found.upper(CONFIDENCE), float(low), float(high), float(upper))
+    values = (error, mean - two_sided, mean + two_sided, ratio.upper(CONFIDENCE), float(low), float(high), float(upper))
     return {**result, **dict(zip(limits, values, strict=True))}
 
 
@@ -130,11 +130,11 @@ def quality(
     for arm, (role, implementation) in enumerate(roles):
         entry = {"role": role, "implementation": implementation}
         nll, right = scores.nll[arm], group_all(scores.hit[arm], document)
-        found = totals(math.fsum(nll), len(nll), task.words, task.bytes)
+        figures = totals(math.fsum(nll), len(nll), task.words, task.bytes)
         if kind == "lastword":
             perplexity = math.exp(group_sums(nll, document).mean())
-            found |= {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": perplexity}
-        arms.append({**entry, **found})
+            figures |= {"items": len(right), "accuracy": float(right.mean()), "last_word_perplexity": perplexity}
+        arms.append({**entry, **figures})
         if not arm:
             continue
         delta = scores.delta[arm - 1]

@@ -37,12 +37,12 @@ class Team:
         """
         for start in range(0, len(items), self.size):
             stop = min(start + self.size, len(items))
-            own = [do(item) for item in items[start + self.rank : stop : self.size]]
+            results = [do(item) for item in items[start + self.rank : stop : self.size]]
             if self.size == 1:
-                yield from own
+                yield from results
                 continue
             parts: list[Any] = [None] * self.size
-            dist.all_gather_object(parts, own)
+            dist.all_gather_object(parts, results)
             yield from (parts[index % self.size][0] for index in range(start, stop))
 
     def tell(self, value: T) -> T:
@@ -51,8 +51,8 @@ class Team:
             return value
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0)
-        told: T = box[0]
-        return told
+        received: T = box[0]
+        return received
 
 
 def present() -> Team:

@@ -7,6 +7,7 @@ with marks in the place of what is not understood, it would be measured as other
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ TABLE_SUFFIXES = (".json", ".parquet", ".csv", ".arrow")
 """Rows that `adaattn eval` reads through the package datasets, and calibration does not."""
 OTHER_TABLES = (".tsv", ".xls", ".xlsx", ".ods", ".feather", ".npy")
 """Tables that nobody reads here; as plain text their separators and numbers would be measured."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Escapes of JSON can write halves of characters, which have no form in UTF-8."""
 UTF_16, UTF_32 = "iconv -f UTF-16 -t UTF-8", "iconv -f UTF-32 -t UTF-8"
 MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"\x1f\x8b", "compressed by gzip", "gunzip"),
@@ -44,11 +47,11 @@ def text_files(path: Path, tables: tuple[str, ...] = ()) -> list[Path]:
     that is not among `tables`.
     """
     if path.is_dir():
-        known = (*TEXT_SUFFIXES, ".jsonl", *tables)
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in known and file.is_file())
-        if not found:
-            raise ValueError(f"data: the directory {path} holds no text, expected files named {', '.join(known)}")
-        return found
+        suffixes = (*TEXT_SUFFIXES, ".jsonl", *tables)
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
+        if not files:
+            raise ValueError(f"data: the directory {path} holds no text, expected files named {', '.join(suffixes)}")
+        return files
     if not path.exists():
         raise FileNotFoundError(f"data: {path} does not exist; expected .txt or .jsonl files or directories of them")
     if not path.is_file():
@@ -70,18 +73,18 @@ BINARY = (
 
 def refuse_repeats(data: Iterable[str | Path], verify_data: Iterable[str | Path] | None) -> None:
     """Refuses a file that is named twice: a plan would be verified on the text that it was chosen by."""
-    known: dict[Path, str] = {}
+    named: dict[Path, str] = {}
     for argument, paths in (("data", data), ("verify_data", verify_data or ())):
         for path in paths:
             for file in text_files(Path(path)):
                 real = file.resolve()
-                if real in known:
+                if real in named:
                     raise ValueError(
-                        f"{argument}: {file} is named twice, in {known[real]} and in {argument} {path}, expected each "
+                        f"{argument}: {file} is named twice, in {named[real]} and in {argument} {path}, expected each "
                         "text once: a plan is not verified on text that it was chosen by, nor by one text counted "
                         "twice; leave it out of one of them"
                     )
-                known[real] = f"{argument} {path}"
+                named[real] = f"{argument} {path}"
 
 
 def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, Iterator[str]]]:
@@ -105,7 +108,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
         if line.strip():
             try:
                 yield number, json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"data: {path} line {number + 1} is not JSON: {error}") from error
 
 
@@ -116,8 +119,13 @@ def text_of(record: Any, where: str, fields: tuple[str, ...] = ("text",)) -> str
         raise ValueError(f"{where} is {_kind(record)}, expected an object with the text field {named}")
     for name in fields:
         if name in record:
-            if isinstance(record[name], str):
-                return str(record[name])
+            if isinstance(text := record[name], str):
+                if _SURROGATE.search(text):
+                    raise ValueError(
+                        f"{where}: its field {name!r} holds half of a character (an escape such as \\ud800), expected "
+                        "text in Unicode; leave the line out, or write the character whole"
+                    )
+                return text
             raise ValueError(
                 f"{where}: its field {name!r} is {_kind(record[name])}, expected a string; leave the line out, or give "
                 "it text"

@@ -51,7 +51,9 @@ def measure(
     runs = in_turn(ways, device, min(rounds, _FEW), repeats)
     for name, more in in_turn(rivals, device, rounds - _FEW, repeats).items():
         runs[name] += more
-    return {name: {"wall": [r.wall for r in own], "process": [r.process for r in own]} for name, own in runs.items()}
+    return {
+        name: {"wall": [r.wall for r in times], "process": [r.process for r in times]} for name, times in runs.items()
+    }
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, str]:
@@ -78,8 +80,8 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> tuple[int, s
             profile.stop()
     recorded: Any = profile.profiler
     events: list[Any] = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
+    bytes_held = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        bytes_held += event.nbytes()
+        peak = max(peak, bytes_held)
     return int(peak) + library.peak_bytes(), "torch's allocations and the native kernels' buffers"

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-_HEADING = re.compile(r"^ ?= (?!=)(.*[^=]) = ?$")
+_TITLE = re.compile(r"^ ?= (?!=)(.*[^=]) = ?$")
+"""A line with an article's title, ` = Title = `, and not a section's, ` = = Section = = `."""
 _REPLACEMENTS_BEFORE = (
     (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" : ", ": "), (" ; ", "; "), (" . ", ". "), (" ! ", "! "),
     (" ? ", "? "), (" , ", ", "),
@@ -52,11 +53,6 @@ def count_words(page: str) -> int:
     return len(re.split(r"\s+", page))
 
 
-def is_title(line: str) -> bool:
-    """Whether a line is an article's title, ` = Title = `, and not a section's, ` = = Section = = `."""
-    return _HEADING.match(line.rstrip("\n")) is not None
-
-
 def split_pages(text: str) -> Iterator[str]:
     """The articles of a WikiText file, each from its title to the line before the next title.
 
@@ -64,7 +60,7 @@ def split_pages(text: str) -> Iterator[str]:
     """
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
-        if is_title(line):
+        if _TITLE.match(line):
             pages.append([])
         pages[-1].append(line)
     return filter(str.strip, map("\n".join, pages))

@@ -277,8 +277,8 @@ def draw(
         return hashlib.sha256(f"{seed}:{length}:{index}".encode()).digest()[:8]
 
     for path in paths:
-        found = sequences(read_documents([path]), encode, length, digest)
-        ranked = ((rank(index), index, sequence) for sequence, index in zip(found, numbers, strict=False))
+        read = sequences(read_documents([path]), encode, length, digest)
+        ranked = ((rank(index), index, sequence) for sequence, index in zip(read, numbers, strict=False))
         least = heapq.nsmallest(wanted_in_all + spare, ranked)
         kept.append([replace(sequence, source=str(path)) for *_, sequence in least])
     if (number := next(numbers)) < wanted_in_all:
@@ -292,10 +292,10 @@ def draw(
     return Sample(parts, digest.hexdigest())
 
 
-def refuse_copies(own: Iterable[TokenSequence], held_out: Sequence[TokenSequence]) -> None:
-    """Refuses held-out sequences most of whose text is in `own`, by which a plan is chosen, under whatever name."""
-    known = {run for one in own for run in _runs(one.tokens, 1)}
-    copies = [one for one in held_out if np.mean([run in known for run in _runs(one.tokens, RUN)]) > COPIED]
+def refuse_copies(used: Iterable[TokenSequence], held_out: Sequence[TokenSequence]) -> None:
+    """Refuses held-out sequences most of whose text is in `used`, by which a plan is chosen, under whatever name."""
+    runs_read = {run for one in used for run in _runs(one.tokens, 1)}
+    copies = [one for one in held_out if np.mean([run in runs_read for run in _runs(one.tokens, RUN)]) > COPIED]
     if copies:
         raise ValueError(
             f"data: {len(copies)} of {len(held_out)} held-out sequences are copies of text that plans are chosen by, "

@@ -15,7 +15,7 @@ from typing import Any
 from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 
-from .front.page import ROWS, bars, checked, every_arm, gains
+from .front.page import ROWS, TEXTS, bars, checked, every_arm, gains, of_texts
 from .headline_peers import peers
 from .headline_picture import badge, draw
 from .headline_tables import kept, rates, real
@@ -39,12 +39,8 @@ def supported(pyproject: str) -> list[tuple[str, str]]:
     (torch,) = re.findall(r'"torch>=([\d.]+)"', dependencies)
     ((low, high),) = re.findall(r'"transformers>=([\d.]+),<5\.(\d+)"', dependencies)
     (licence,) = re.findall(r'^license = "(.*)"', pyproject, re.MULTILINE)
-    return [
-        ("Python", f"{pythons[0]}–{pythons[-1]}"),
-        ("PyTorch", f"≥ {torch}"),
-        ("Transformers", f"{low}–5.{int(high) - 1}"),
-        ("licence", licence),
-    ]
+    versions = ("Python", f"{pythons[0]}–{pythons[-1]}"), ("PyTorch", f"≥ {torch}")
+    return [*versions, ("Transformers", f"{low}–5.{int(high) - 1}"), ("licence", licence)]
 
 
 def badges(named: Sequence[tuple[str, str]]) -> str:
@@ -54,11 +50,7 @@ def badges(named: Sequence[tuple[str, str]]) -> str:
 
 
 def rewrite(page: str, written: Mapping[str, str]) -> str:
-    """The page with each text between the marks of its name.
-
-    Raises:
-        UsageError: The page lacks marks.
-    """
+    """The page with each text between the marks of its name; UsageError where it lacks marks."""
     for name, text in written.items():
         first, last = (mark.format(name=name) for mark in MARKS)
         head, begin, rest = page.partition(first)
@@ -87,11 +79,13 @@ def written(reports: Reports) -> dict[Path, str]:
     named = supported((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     front = {"badges": badges(named), "kept": rates(reports["real_models"], SEARCH)}
     blocks = {"searches": kept(reports["real_models"]), "real": real(reports["real_models"])}
+    blocks["texts"] = of_texts(checked(reports.get("front_gpu", {})))
     for place, rows in ROWS.items():
         cells = checked(reports.get(f"front_{place}", {}))
         lacking = "Not measured yet beside all arms of stock; [older figures]({}BENCHMARKS.md).".format
         front[place] = gains(cells, rows) if cells else lacking("")
-        blocks[place] = every_arm(cells) if cells else lacking("../")
+        others = {name: cell for name, cell in cells.items() if not name.startswith(TEXTS)}
+        blocks[place] = every_arm(others) if others else lacking("../")
     return {
         README: rewrite(README.read_text(encoding="utf-8"), front),
         FIGURES: rewrite(FIGURES.read_text(encoding="utf-8"), blocks),

@@ -28,15 +28,7 @@ text { font: 14px system-ui, sans-serif; fill: #1f2328 }
 
 @dataclass(frozen=True)
 class Bar:
-    """One measured case.
-
-    Attributes:
-        label: What ran.
-        beside: What it is compared with.
-        gpu: Whether on a GPU or a CPU: which of the two colours.
-        ratio: The fastest stock arm's time over ours.
-        figure: The ratio as it is written.
-    """
+    """What ran, what it is compared with, where, and the fastest stock arm's time over ours, also as it is written."""
 
     label: str
     beside: str
@@ -46,12 +38,9 @@ class Bar:
 
 
 def _opened(width: int, height: int, title: str, style: str) -> list[str]:
-    return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'role="img">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{style}</style>",
-    ]
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    first = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    return [first, f"<title>{escape(title)}</title>", f"<style>{style}</style>"]
 
 
 def draw(bars: Sequence[Bar], title: str) -> str:
@@ -72,10 +61,8 @@ def draw(bars: Sequence[Bar], title: str) -> str:
             f'<line class="one" x1="{unit:.1f}" x2="{unit:.1f}" y1="{y + 17}" y2="{y + 35}"/>',
             f'<text x="{max(long, unit) + 6:.1f}" y="{y + 31}">{bar.figure}</text>',
         ]
-    lines.append(
-        f'<text class="quiet" x="{unit:.1f}" y="{height - 5}" text-anchor="middle">1: the fastest of stock</text></svg>'
-    )
-    return "\n".join(lines) + "\n"
+    middle = f'x="{unit:.1f}" y="{height - 5}" text-anchor="middle"'
+    return "\n".join([*lines, f'<text class="quiet" {middle}>1: the fastest of stock</text></svg>\n'])
 
 
 def badge(name: str, value: str) -> str:

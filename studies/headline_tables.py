@@ -14,11 +14,7 @@ NAMES = {"qwen05": "Qwen2.5-Coder-0.5B", "qwen15": "Qwen2.5-Coder-1.5B", "smollm
 
 
 def kept(report: Mapping[str, Any]) -> str:
-    """How many calibrations found a plan and how many plans kept their budget; searches of two commits share no row.
-
-    Raises:
-        UsageError: A calibration has no commit.
-    """
+    """How many calibrations found a plan and how many plans kept their budget, each commit's by itself (UsageError)."""
     lines = []
     for (model, nats, digits), own in sorted(_searched(report).items()):
         lines.append((NAMES[model], percent(nats), *_counts(own), digits))
@@ -63,10 +59,8 @@ def _counts(rows: Rows) -> tuple[str, str, str]:
 
 def real(report: Mapping[str, Any]) -> str:
     """What budgets bring Qwen2.5-Coder-1.5B, at the lengths at which whole passes were timed."""
-    shown = {
-        name: GAINS[name]
-        for name in ("kept", "third kind, %", "inside", "bound inside", "whole pass × stock", "× exact")
-    }
+    names = "kept", "third kind, %", "inside", "bound inside", "whole pass × stock", "× exact"
+    shown = {name: GAINS[name] for name in names}
     shown["measured on"] = lambda seeds, _: f"{machine(seeds[0]['provenance'])}, {commit(seeds[0]['provenance'])}"
     rows = []
     for device in report.values():

@@ -58,7 +58,8 @@ def _section(rows: Sequence[Row], speeds: Sequence[Row]) -> list[str]:
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "transformers"))
     own, random = ([one for one in rows if one["random"] == drawn] for drawn in (False, True))
     lines = [f"## {machine(first)}", "", *_summary(own, speeds)]
-    lines += [f"* {TEXTS[kind]}: {', '.join(names)}." for kind, names in (rows[0]["sources"].items() if rows else ())]
+    texts = {kind: sorted({name for one in rows for name in one["sources"][kind]}) for kind in TEXTS if rows}
+    lines += [f"* {TEXTS[kind]}: {', '.join(names)}." for kind, names in texts.items()]
     lines += [f"* Prices measured on: {', '.join(sorted({one['priced'] for one in rows}))}."] if rows else []
     lines += [f"* {first['driver'] or first['cpu']}; {versions}; commit {commits}.", ""]
     lines += _table("Loss", own, speeds, QUALITY)

@@ -28,9 +28,9 @@ NAMED_COLUMNS = 5
 
 def grid(plan: Plan) -> list[list[Choice]]:
     """Returns the choices `[layers][heads]` that a picture shows, exact in layers that the plan does not contain."""
-    known = {layer.layer: layer.choices for layer in plan.layers}
-    width = min(max((len(choices) for choices in known.values()), default=1), MOST_COLUMNS)
-    return [list(known.get(index, (EXACT,) * width))[:width] for index in layers_of(plan)]
+    planned = {layer.layer: layer.choices for layer in plan.layers}
+    width = min(max((len(choices) for choices in planned.values()), default=1), MOST_COLUMNS)
+    return [list(planned.get(index, (EXACT,) * width))[:width] for index in layers_of(plan)]
 
 
 def layers_of(plan: Plan) -> list[int]:

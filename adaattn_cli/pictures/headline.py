@@ -54,13 +54,13 @@ def bought(plan: Path) -> Bought:
     if not report.is_file() or not file.is_file():
         return Bought()
     try:
-        found = parse_json(text_file(report))
+        content = parse_json(text_file(report))
     except ValueError as error:
         raise PlanError(f"{report} is no report: {error}; delete it, or calibrate again") from error
-    if not isinstance(found, Mapping) or found.get(PLAN_HASH) != digest(file.read_bytes()):
+    if not isinstance(content, Mapping) or content.get(PLAN_HASH) != digest(file.read_bytes()):
         return Bought()
     try:
-        return Bought.of(found)
+        return Bought.of(content)
     except PlanError as error:
         raise PlanError(f"{report}: {error}; delete it, or calibrate again") from error
 

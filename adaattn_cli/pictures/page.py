@@ -71,8 +71,8 @@ def proof(plan: Plan) -> dict[str, Any] | None:
         return None
     # JSON has neither infinity nor NaN
     ends = {"mean": plan.verified.delta_nll, "upper": plan.verified.upper}
-    found = {name: value if math.isfinite(value) else None for name, value in ends.items()}
-    return {**found, "sentence": f"Confidence of the bound: {grounds(plan)}."}
+    figures = {name: value if math.isfinite(value) else None for name, value in ends.items()}
+    return {**figures, "sentence": f"Confidence of the bound: {grounds(plan)}."}
 
 
 def rounded(value: float | None) -> float | None:

@@ -289,7 +289,9 @@ def one_dtype(query: Tensor, key: Tensor, value: Tensor, upcasts: bool = False) 
     """Query, key and value in one dtype: autocast's where it is on, else the widest; `upcasts` asks for at least fp32.
 
     Under autocast, rotary embeddings return fp32 queries and keys beside half-precision values. It leaves fp64 alone.
+    Tensors that are not dense `[batch, heads, length, head_dim]` are a ValueError.
     """
+    check_tensors(query, key, value)
     dtype = query.dtype
     casts = any_autocast() and _autocasts(query.device.type)
     casts = casts and torch.float64 not in (dtype, key.dtype, value.dtype)

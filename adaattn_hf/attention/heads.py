@@ -88,12 +88,15 @@ class HeadRules:
         """Of a copy or a pickle, which has no kernels yet."""
         return {**self.__dict__, "kernels": {}}
 
-    def window_in(self, structure: MaskStructure, head: int) -> tuple[int | None, int]:
-        """Window (None for none) and sinks of a head in a call of a structure, whose own window may be shorter."""
-        window = self.windows[head]
-        if not window or (structure.window is not None and structure.window <= window):
-            return structure.window, structure.sinks
-        return window, self.sinks[head] if structure.window is None else structure.sinks
+    def windows_in(self, structure: MaskStructure) -> list[tuple[int | None, int]]:
+        """Window (None for none) and sinks of each head in a call of a structure, whose own window may be shorter."""
+        limit, sinks = structure.window, structure.sinks
+        return [
+            (limit, sinks)
+            if not window or (limit is not None and limit <= window)
+            else (window, first if limit is None else sinks)
+            for window, first in zip(self.windows, self.sinks, strict=True)
+        ]
 
     def some(self, kv_heads: Sequence[int]) -> HeadRules:
         """The rules of a few key/value heads."""
@@ -120,10 +123,10 @@ def head_windows(structure: MaskStructure, rules: HeadRules | None, kv_heads: in
 
 def windows_and_reach(structure: MaskStructure, rules: HeadRules) -> WindowsAndReach:
     """Window and sinks of each key/value head, and how many keys the narrowest leaves; ALL without a window."""
-    found = [rules.window_in(structure, head) for head in range(len(rules.windows))]
+    windows = rules.windows_in(structure)
     # towards later keys no sink is exempt from a window that looks both ways
-    reaches = [w + (sinks if structure.causal else 0) for w, sinks in found if w is not None]
-    narrow = tuple((ALL, 0) if w is None else (min(w, ALL), min(s, ALL)) for w, s in found)
+    reaches = [w + (sinks if structure.causal else 0) for w, sinks in windows if w is not None]
+    narrow = tuple((ALL, 0) if w is None else (min(w, ALL), min(s, ALL)) for w, s in windows)
     return narrow, min(reaches, default=ALL)
 
 
@@ -141,7 +144,8 @@ def reference_call(call: AttentionCall) -> AttentionCall:
     if rules.until is not None and any(rules.windows):
         device = call.query.device
         beyond = structure.visible(device=device) & (structure.positions(device)[:, None, :, None] >= rules.until)
-    for head, precision in enumerate(rules.precisions):
+    for head, (window, sinks) in enumerate(rules.windows_in(structure)):
+        precision = rules.precisions[head]
         queries = slice(head * groups, (head + 1) * groups)
         query, key, value = call.query[:, queries], call.key[:, head : head + 1], call.value[:, head : head + 1]
         if precision == "bf16":
@@ -152,11 +156,10 @@ def reference_call(call: AttentionCall) -> AttentionCall:
             query, key, value = through_int8(query), through_int8(key - mean) + mean, through_int8(value)
         tensors.append((query, key, value))
         if any(rules.windows):
-            window, sinks = rules.window_in(structure, head)
-            own = structure.with_changes(window=window, sinks=sinks).visible(device=call.query.device)
-            own = own if beyond is None else own | beyond
-            own = own[:, queries] if own.shape[1] > 1 else own
-            masks.append(own.expand(call.query.shape[0], groups, *own.shape[2:]))
+            mask = structure.with_changes(window=window, sinks=sinks).visible(device=call.query.device)
+            mask = mask if beyond is None else mask | beyond
+            mask = mask[:, queries] if mask.shape[1] > 1 else mask
+            masks.append(mask.expand(call.query.shape[0], groups, *mask.shape[2:]))
     if set(rules.precisions) != {"model"}:
         query, key, value = (torch.cat(parts, dim=1) for parts in zip(*tensors, strict=True))
         call = replace(call, query=query, key=key, value=value)

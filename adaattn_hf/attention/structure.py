@@ -146,6 +146,16 @@ class MaskStructure:
         gone = self.dropped  # steps come here layer by layer
         return self.kv_len + (self.cached(MaskStructure._dropped)[1] if isinstance(gone, Tensor) else gone)
 
+    def within(self, limit: int) -> bool | None:
+        """Whether all rows stand before `limit` or in sequences up to it, or none do; None if rows or data differ."""
+        if self.longest <= limit:
+            return True
+        positions = self.query_positions if self.causal else None
+        if positions is None:
+            return None
+        first, last = positions
+        return True if last <= limit else False if first >= limit else None
+
     def _dropped(self) -> tuple[int, int]:
         if not isinstance(self.dropped, Tensor):
             return self.dropped, self.dropped

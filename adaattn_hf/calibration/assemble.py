@@ -79,18 +79,18 @@ def finished_plan(
 def report(
     measurement: Measurement,
     history: list[dict[str, Any]],
-    found: Allocation | None,
+    allocation: Allocation | None,
     alpha: Array,
     verdicts: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the report of a calibration as JSON data: of the allocation `found`, `None` for the exact plan.
+    """Returns the report of a calibration as JSON data: `allocation` is None for the exact plan.
 
     `history` is what each step predicted and measured, `verdicts` holds the last one of each length.
     """
     exact = np.zeros(len(measurement.layers.units), dtype=np.int64)
     base, price = (
         evaluate(picks, measurement.prices, measurement.risks(), measurement.launches).price
-        for picks in (exact, exact if found is None else found.picks)
+        for picks in (exact, exact if allocation is None else allocation.picks)
     )
     return {
         "prices": measurement.table.to_json(),
@@ -99,7 +99,7 @@ def report(
         "verdicts": verdicts,
         "price_exact_seconds": base,
         "price_plan_seconds": price,
-        "risk": found.risk.tolist() if found is not None else [],
+        "risk": allocation.risk.tolist() if allocation is not None else [],
         "table": solver_table(measurement, alpha).to_dict(),
     }
 

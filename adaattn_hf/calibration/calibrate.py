@@ -114,7 +114,7 @@ def judged(
 
     Plans that were `proven` on this text before come first, bolder ones after them; what was found joins the `log`.
     """
-    measurement, held = passes.measurement, list[tuple[Candidate, Proof]]()
+    measurement, passed = passes.measurement, list[tuple[Candidate, Proof]]()
     inputs, s, reason = measurement.inputs, measurement.inputs.settings, ""
     try:
         formats = roundings(passes) if s.with_cache else {}
@@ -131,7 +131,7 @@ def judged(
             proof = prove(measurement, candidate.way, candidate.predicted, gates, number)
             log.append({"verified": asdict(proof.worst), "candidate": number, "of": len(order)})
             figures = f"perplexity {rise(proof.worst.delta_nll)}, at most {at_most(proof.worst.upper)}: passed"
-            said = figures if proof.passed else proof.worst.sentence
+            outcome = figures if proof.passed else proof.worst.sentence
             # In full, the order has two hypotheses of a candidate: that its plan keeps the limits, and behind it that
             # it does over its cache's format. Each is tested once, at the full level, until one fails. With 1 - alpha
             # all that passed are true at once, so that the best of them may be taken, whatever the next one showed:
@@ -139,18 +139,18 @@ def judged(
             if not proof.passed and proof.alone and proof.coded:
                 alone = storages(measurement, candidate.way.allocation.picks)["model"]
                 if alone.streaming and alone.share <= (s.kv_bytes or 1.0):
-                    said += f" over {candidate.way.stored}; its plan passed without that, {alone.words}"
+                    outcome += f" over {candidate.way.stored}; its plan passed without that, {alone.words}"
                     way = replace(candidate.way, storage=alone, beside=None)
-                    held.append((replace(candidate, way=way), Proof(proof.alone, {}, proof.loss)))
+                    passed.append((replace(candidate, way=way), Proof(proof.alone, {}, proof.loss)))
             before = "" if candidate.budget is None else f", proven for {allowed(candidate.budget)}"
-            inputs.run.say(f"candidate {number} of {len(order)}{before}: {said}")
+            inputs.run.say(f"candidate {number} of {len(order)}{before}: {outcome}")
             if not proof.passed:
                 reason = f"the first candidate {proof.worst.sentence}; {proof.remedy(gates)}"
                 break
-            held.append((candidate, proof))
+            passed.append((candidate, proof))
     except OutOfTime as over:
         reason = str(over)
-    return gates, min(held, key=lambda one: one[0].way.cost, default=None), reason
+    return gates, min(passed, key=lambda one: one[0].way.cost, default=None), reason
 
 
 def known(passes: JointPasses, proven: Sequence[Plan], formats: Losses) -> list[Candidate]:
@@ -158,7 +158,7 @@ def known(passes: JointPasses, proven: Sequence[Plan], formats: Losses) -> list[
 
     Theirs are these weights, lengths and text, and choices that are priced here.
     """
-    measurement, layers, found = passes.measurement, passes.measurement.layers, list[Candidate]()
+    measurement, layers, candidates = passes.measurement, passes.measurement.layers, list[Candidate]()
     inputs, s = measurement.inputs, measurement.inputs.settings
     for plan in sorted(proven, key=lambda one: one.budget):
         drawn = {"seed": plan.seed, **plan.protocol.get("settings", {})}
@@ -177,8 +177,8 @@ def known(passes: JointPasses, proven: Sequence[Plan], formats: Losses) -> list[
             stored = plan.cache[0]
             way = replace(way, storage=storages(measurement, picks)[stored], beside=formats.get(stored, {}))
         if s.kv_bytes is None or way.cost <= s.kv_bytes:
-            found.append(Candidate.measured(passes, way, np.ones(len(plan.lengths)), plan.budget))
-    return found
+            candidates.append(Candidate.measured(passes, way, np.ones(len(plan.lengths)), plan.budget))
+    return candidates
 
 
 def _nothing(measurement: Measurement, forgetful: bool, tried: Sequence[dict[str, Any]]) -> str:
@@ -199,4 +199,5 @@ def _nothing(measurement: Measurement, forgetful: bool, tried: Sequence[dict[str
     rows = [f"more rows (--batch-size, now {s.batch})"] * (s.aim == "step")
     of = f" in a step of {counted(s.batch, 'row')}" if s.aim == "step" else ""
     would = " or ".join([*longer, *rows, "a larger budget"])
-    return f"no candidate saves {'memory' if s.with_cache else 'time'}{of} on this machine; {would} would change that"
+    saved = "memory" if s.with_cache else "time"
+    return f"no candidate within the budget saves {saved}{of} on this machine; {would} would change that"

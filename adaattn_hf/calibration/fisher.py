@@ -111,22 +111,22 @@ class _LayerCall:
     spec: TreeSpec
     gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # those so far, by label and output
 
-    def outputs(self, given: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-        args, kwargs = tree_unflatten(given, self.spec)
+    def outputs(self, inputs: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+        args, kwargs = tree_unflatten(inputs, self.spec)
         return tree_flatten(self.forward(*args, **kwargs))
 
     def back(self, way: WayBack) -> None:
         """Computes the layer again, once for all labels, and hands their gradients on to the layers before it."""
-        given = [one.detach().requires_grad_() if _learns(one) else one for one in self.given]
-        leaves = [(before, leaf) for before, leaf in zip(self.given, given, strict=True) if _learns(before)]
-        found = [one for one in self.outputs(given)[0] if isinstance(one, Tensor)]
+        inputs = [one.detach().requires_grad_() if _learns(one) else one for one in self.given]
+        leaves = [(before, leaf) for before, leaf in zip(self.given, inputs, strict=True) if _learns(before)]
+        outputs = [one for one in self.outputs(inputs)[0] if isinstance(one, Tensor)]
         for label, gradients in sorted(self.gradients.items()):
-            outputs = {place: one for place, one in gradients.items() if found[place].requires_grad}
-            own = torch.autograd.grad(
-                [found[place] for place in outputs], [leaf for _, leaf in leaves], list(outputs.values()),
+            reached = {place: one for place, one in gradients.items() if outputs[place].requires_grad}
+            input_gradients = torch.autograd.grad(
+                [outputs[place] for place in reached], [leaf for _, leaf in leaves], list(reached.values()),
                 retain_graph=label + 1 < way.labels, allow_unused=True,
             )  # fmt: skip
-            pairs = [(before, one) for (before, _), one in zip(leaves, own, strict=True) if one is not None]
+            pairs = [(before, one) for (before, _), one in zip(leaves, input_gradients, strict=True) if one is not None]
             way.push(label, [(before, one) for before, one in pairs if not before.is_leaf])
 
 
@@ -139,16 +139,16 @@ class _Cut(torch.autograd.Function):
         ctx.way, ctx.call = way, call
         ctx.set_materialize_grads(False)
         box += call.outputs(call.given)
-        found = tuple(one.detach() for one in box[0] if isinstance(one, Tensor))
-        ctx.mark_non_differentiable(*(one for one in found if not one.is_floating_point()))
-        return found
+        tensors = tuple(one.detach() for one in box[0] if isinstance(one, Tensor))
+        ctx.mark_non_differentiable(*(one for one in tensors if not one.is_floating_point()))
+        return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
-        known = ctx.call.gradients.setdefault(ctx.way.label, {})
+        sums = ctx.call.gradients.setdefault(ctx.way.label, {})
         for place, one in enumerate(gradients):
             if one is not None:
-                known[place] = known[place] + one if place in known else one
+                sums[place] = sums[place] + one if place in sums else one
         return None, None, None, None
 
 
@@ -169,10 +169,10 @@ class WayBack:
 
         def cut(forward: Callable[..., Any]) -> Callable[..., Any]:
             def once(*args: Any, **kwargs: Any) -> Any:
-                given, spec = tree_flatten((args, kwargs))
-                if not any(map(_learns, given)):
+                inputs, spec = tree_flatten((args, kwargs))
+                if not any(map(_learns, inputs)):
                     return forward(*args, **kwargs)
-                call, box = _LayerCall(forward, given, spec), list[Any]()
+                call, box = _LayerCall(forward, inputs, spec), list[Any]()
                 self.calls.append(call)
                 anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
                 tensors = iter(_Cut.apply(self, call, box, anchor))  # type: ignore[no-untyped-call]
@@ -181,13 +181,13 @@ class WayBack:
 
             return once
 
-        own = [layer.__dict__.get("forward") for layer in layers]
+        forwards = [layer.__dict__.get("forward") for layer in layers]
         for layer in layers:
             layer.forward = cut(layer.forward)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            for layer, forward in zip(layers, own, strict=True):
+            for layer, forward in zip(layers, forwards, strict=True):
                 if forward is None:
                     del layer.forward
                 else:  # a hook of accelerate's, say

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from adaattn_hf.eval.arms import ModelArms
 from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import Progress, silent
 from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
+from adaattn_hf.patches.models.cache_keyword import cache_keyword
 from adaattn_hf.patches.plans.subject import Subject
 
 from ..stats.stopwatch import timed
@@ -157,10 +159,26 @@ def open_inputs(
     scoring: Objective = NEXT_TOKEN,
     run: Run | None = None,
 ) -> Inputs:
-    """Prepares a model for calibration and samples its text; the arguments are those of `calibrate.measured`.
+    """Prepares a model for calibration and samples its text; a plan that it carries is removed.
 
-    A model that cannot carry a plan is refused, and text that is too short or named twice.
+    A model that cannot carry a plan is a ValueError, and text that is too short or named twice.
+
+    Args:
+        subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
+        encode: Maps text to token ids, without special tokens.
+        data: Files and directories of text.
+        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
+        scoring: What the model is scored on: `MaskedTokens.of(tokenizer)` for a masked-language model.
+        run: What is kept, and who is told.
     """
+    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
+    subject.remove_plan()
+    steps = scoring.generates and cache_keyword(signature(subject.model.forward)) is not None
+    if settings.aim != "prompt" and not steps:
+        raise ValueError(
+            f"aim is {settings.aim!r} for {type(subject.model).__name__}, which has no decode step and keeps no cache, "
+            "expected a causal model that takes one; leave --aim out, and prompts are what a plan is for"
+        )
     settings = replace(settings, windows=scoring.spans(settings.windows))
     model = subject.model.eval()
     refuse_longer(settings.lengths, subject.positions, type(model).__name__)
@@ -197,17 +215,17 @@ def _draw(
 ) -> windows.Sample:
     """Samples the text of the longest length; `length` counts tokens of text, without special tokens."""
     least = max(min(s.held_out, LEAST_HELD_OUT), 2 * len(verify_data or ()))
-    own, held, spare = {"risk": s.sequences, "joint": s.joint}, {"held_out": least}, max(s.held_out - least, 0)
+    searched, judged, spare = {"risk": s.sequences, "joint": s.joint}, {"held_out": least}, max(s.held_out - least, 0)
     if verify_data is None:
-        sample = windows.draw(data, encode, length, {**own, **held}, s.seed, spare)
+        sample = windows.draw(data, encode, length, {**searched, **judged}, s.seed, spare)
         return windows.Sample(sample.parts, f"{sample.fingerprint}:")
     if s.held_out < 2 * len(verify_data):
         raise ValueError(
             f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
             f"{2 * len(verify_data)}: two of every source; raise it (--held-out)"
         )
-    first = windows.draw(data, encode, length, own, s.seed)
-    second = windows.draw(verify_data, encode, length, held, s.seed, spare)
+    first = windows.draw(data, encode, length, searched, s.seed)
+    second = windows.draw(verify_data, encode, length, judged, s.seed, spare)
     parts = {**first.parts, "held_out": _each(second.parts["held_out"], verify_data, length)}
     return windows.Sample(parts, f"{first.fingerprint}:{second.fingerprint}")
 
@@ -268,11 +286,11 @@ def seconds_at(
         call = step(tokens)
         return min(timed(call, device)[1].wall for _ in range(2))  # the first one compiles, or finds memory
 
-    few = max(SHORTEST, lengths[-1] // PARTS)
-    many = min(2 * few, lengths[-1])
-    short, long = seconds(few), seconds(many)
-    square = (long / many - short / few) / (many - few)
+    fewer = max(SHORTEST, lengths[-1] // PARTS)
+    more = min(2 * fewer, lengths[-1])
+    short, long = seconds(fewer), seconds(more)
+    square = (long / more - short / fewer) / (more - fewer)
     if square > 0.0:  # tokens, and their pairs
-        return {length: length * (short / few + square * (length - few)) for length in lengths}
-    slope = max(long - short, 0.0) / (many - few)
-    return {length: max(long + slope * (length - many), 0.0) for length in lengths}
+        return {length: length * (short / fewer + square * (length - fewer)) for length in lengths}
+    slope = max(long - short, 0.0) / (more - fewer)
+    return {length: max(long + slope * (length - more), 0.0) for length in lengths}

@@ -47,12 +47,12 @@ class Candidate:
     def measured(cls, passes: JointPasses, way: Way, alpha: Array, budget: float | None = None) -> Candidate:
         """Returns the candidate of a way, measured on calibration text; `alpha` is that of the one before."""
         lengths, picks, risk = passes.measurement.inputs.settings.lengths, way.allocation.picks, way.allocation.risk
-        joint, beside = {length: passes.joint(picks, length) for length in lengths}, way.beside or {}
+        joint, format_loss = {length: passes.joint(picks, length) for length in lengths}, way.beside or {}
         foretold = dict(zip(lengths, (risk * alpha).tolist(), strict=True))
         visible = np.array([joint[length].visible for length in lengths])
         # without any risk there is nothing to re-scale
         scaled = np.divide(visible, risk, out=np.array(alpha), where=risk > 0.0)
-        return cls(way, joint, {n: kl + beside.get(n, 0.0) for n, kl in foretold.items()}, scaled, budget)
+        return cls(way, joint, {n: kl + format_loss.get(n, 0.0) for n, kl in foretold.items()}, scaled, budget)
 
     def added(self, length: int) -> float:
         """Returns the KL that plan and format add to that of rounding, nats/token."""
@@ -81,7 +81,7 @@ def ladder(
     """
     measurement = passes.measurement
     inputs, s = measurement.inputs, measurement.inputs.settings
-    alpha, needles, flips, found = np.ones(len(s.lengths)), dict[int, float](), 0.0, list[Candidate]()
+    alpha, needles, flips, measured = np.ones(len(s.lengths)), dict[int, float](), 0.0, list[Candidate]()
     # the first share twice: what it teaches of the sums of risks places all others
     for step, share in enumerate((SHARES[0], *SHARES)):
         inputs.run.progress("joint", step, len(SHARES) + 1)
@@ -89,10 +89,10 @@ def ladder(
             inputs.refuse_late()
             limit = np.full(len(s.lengths), share * _room(gates, flips))
             way = way_within(measurement, formats, limit, alpha, needles)
-            if way is None or any(way.same(one.way) for one in found):
+            if way is None or any(way.same(one.way) for one in measured):
                 break
             one = Candidate.measured(passes, way, alpha)
-            found.append(one)
+            measured.append(one)
             joints = [*one.joint.values()]
             log.append(
                 {
@@ -116,10 +116,10 @@ def ladder(
     if flips:
         gates = gates.with_flips(flips, stock.flips)
     room = _room(gates, flips)
-    used = {one: max(map(one.added, s.lengths)) / room for one in found}
-    enough = [one for one in found if s.kv_bytes is None or one.way.cost <= s.kv_bytes]
+    used = {one: max(map(one.added, s.lengths)) / room for one in measured}
+    enough = [one for one in measured if s.kv_bytes is None or one.way.cost <= s.kv_bytes]
     kept = sorted((one for one in enough if used[one] <= 1.0 and not one.forgets(gates)), key=used.__getitem__)
-    forgetful = any(used[one] <= 1.0 and one.forgets(gates) for one in found)
+    forgetful = any(used[one] <= 1.0 and one.forgets(gates) for one in measured)
     # a share of the bytes that is asked for is reached by the safest, and less is not asked for
     return Ladder(tuple(falling(kept if s.kv_bytes is None else kept[:1])), gates, forgetful)
 

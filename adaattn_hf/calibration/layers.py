@@ -57,7 +57,7 @@ class Layers:
     @property
     def kinds(self) -> dict[int, int | None]:
         """By layer: its window if layers with that window are priced separately, else `None`."""
-        return {layer: own if own in self.calls else None for layer, own in self.windows.items()}
+        return {layer: window if window in self.calls else None for layer, window in self.windows.items()}
 
 
 def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
@@ -93,23 +93,23 @@ def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
     exact, settings = inputs.subject.exact_plan(indices), inputs.settings
     families = offered(settings.families, inputs.arms.device.type == "cuda")
     causal, windows_alone = inputs.scoring.causal, settings.aim != "prompt"  # a step reads keys once, and rounds none
-    found = candidates(
+    offers = candidates(
         Setting(settings.lengths[-1], min(head_dims), exact.dtype, families, settings.windows, causal, windows_alone)
     )
-    if len(found.choices) == 1:
+    if len(offers.choices) == 1:
         longest, more = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
         raise ValueError(
             f"families is {','.join(settings.families)}, which offer no choice for {longest} tokens in {exact.dtype}: "
             f"windows need more tokens, and lower precision means fewer bits than the model's own; give longer lengths "
             f"(--lengths {8 * longest})" + (f", or other families ({','.join(more)})" if more else "")
         )
-    columns, tensors = max(choice.columns for choice in found.choices), dict[int, LayerTensors]()
+    columns, tensors = max(choice.columns for choice in offers.choices), dict[int, LayerTensors]()
     for index in indices:
         one = moments.grams[index]
         bases = score_factors(one.centred(), columns) if columns else ()
         by_head = ({head: matrix.float() for head, matrix in enumerate(basis)} for basis in bases)
         tensors[index] = LayerTensors(one.key_mean.float(), *by_head)
-    return Layers(exact, indices, kv_heads.pop(), dict(moments.windows), found, tensors, calls)
+    return Layers(exact, indices, kv_heads.pop(), dict(moments.windows), offers, tensors, calls)
 
 
 def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionCall]:
@@ -118,16 +118,17 @@ def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionCall]
     place, middle = count(), len(inputs.arms.attentions) // 2
 
     def tap(module: nn.Module, call: AttentionCall) -> Tensor:
-        far, own = abs(next(place) - middle), call.structure.window
-        if own not in nearest or far < nearest[own][0]:
-            nearest[own] = far, call
+        far, window = abs(next(place) - middle), call.structure.window
+        if window not in nearest or far < nearest[window][0]:
+            nearest[window] = far, call
         return moments.tap(module, call)
 
     with torch.no_grad(), tapping(tap):
         inputs.arms.hidden(inputs.windows(inputs.samples[length].risk[0])[0])
     if not nearest:
         raise ValueError("the model made no attention call through adaattn; it may not use the attention interface")
-    return [nearest[own][1] for own in sorted(nearest, key=lambda own: (own is not None, nearest[own][0]))]
+    by_distance = sorted(nearest.items(), key=lambda item: (item[0] is not None, item[1][0]))
+    return [call for _, (_, call) in by_distance]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,12 +154,13 @@ class Measurement:
         Layers with a window of their own keep that, whatever the plan says.
         """
         layers, length = self.layers, max(self.inputs.settings.lengths)
-        spans, own = [choice.span for choice in layers.candidates.choices], [layers.windows[i] for i, _ in layers.units]
-        most = [length if window is None else min(length, window - 1) for window in own]
+        spans = [choice.span for choice in layers.candidates.choices]
+        windows = [layers.windows[layer] for layer, _ in layers.units]
+        most = [length if window is None else min(length, window - 1) for window in windows]
         return np.array(
             [
                 [all_ if span is None or window is not None else min(all_, sum(span)) for span in spans]
-                for all_, window in zip(most, own, strict=True)
+                for all_, window in zip(most, windows, strict=True)
             ]
         )
 
@@ -174,8 +176,8 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
     """Returns the plan of an allocation `picks` `[units]` as a search tries it: without proof, records and tensors."""
     facts, settings = measurement.layers, measurement.inputs.settings
     layers = [
-        replace(layer, choices=tuple(facts.candidates.choices[pick] for pick in mine))
-        for layer, mine in zip(facts.exact.layers, picks.reshape(-1, facts.kv_heads), strict=True)
+        replace(layer, choices=tuple(facts.candidates.choices[pick] for pick in layer_picks))
+        for layer, layer_picks in zip(facts.exact.layers, picks.reshape(-1, facts.kv_heads), strict=True)
     ]
     return replace(
         facts.exact,
@@ -201,9 +203,9 @@ def picks_of(measurement: Measurement, plan: Plan) -> Picks:
     return np.array([candidates.index(choice) for choice in chosen], dtype=np.int64)
 
 
-def launch_label(choice: Choice, own: int | None) -> str:
-    """Returns the name of a choice's price in layers with a window `own`, None for the main kind of layer."""
-    return choice.label if own is None else f"{choice.label} in {own}"
+def launch_label(choice: Choice, window: int | None) -> str:
+    """Returns the name of a choice's price in layers with that window, None for the main kind of layer."""
+    return choice.label if window is None else f"{choice.label} in {window}"
 
 
 def unit_prices(table: PriceTable, layers: Layers, lengths: Sequence[int], phase: str) -> tuple[Array, Launches]:

@@ -12,11 +12,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,20 +23,16 @@ from torch import Tensor
 
 from adaattn_hf.eval.arms import compare, exact_tap
 from adaattn_hf.eval.needles import KEY
-from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import silent
-from adaattn_hf.eval.windows import Encode, TokenWindow
-from adaattn_hf.patches.models.cache_keyword import cache_keyword
-from adaattn_hf.patches.plans.subject import Subject
+from adaattn_hf.eval.windows import TokenWindow
 
 from ..policy.knapsack import Array
 from ..policy.prices import PriceTable
 from ..stats.rows import stratified_rows
 from . import fisher, pricing
-from .inputs import FORETOLD, Inputs, Pace, Run, open_inputs, seconds_at
+from .inputs import FORETOLD, Inputs, Pace, Run, seconds_at
 from .layers import Layers, Measurement, launch_label, observe_layers, unit_prices
 from .memory import forecast, room_for
-from .settings import CalibrationSettings
 from .state import MOMENTS_FILE, CalibrationState, KeptMoments, forget
 
 
@@ -71,40 +65,9 @@ def pace_of(inputs: Inputs) -> Pace:
     return Pace(moments, pairs, {length: seconds / passes for length, seconds in risks.items()}, priced)
 
 
-def measured(
-    subject: Subject,
-    encode: Encode,
-    data: Sequence[str | Path],
-    settings: CalibrationSettings,
-    *,
-    verify_data: Sequence[str | Path] | None = None,
-    scoring: Objective = NEXT_TOKEN,
-    prices: PriceTable | None = None,
-    run: Run | None = None,
-) -> Measurement:
-    """Returns risks and prices of a model, which serve any number of budgets; a plan that it carries is removed.
-
-    A model that cannot carry a plan, or text that is too short, is a ValueError.
-
-    Args:
-        subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
-        encode: Maps text to token ids, without special tokens.
-        data: Files and directories of text.
-        verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
-        scoring: What the model is scored on: `MaskedTokens.of(tokenizer)` for a masked-language model.
-        prices: Prices measured before; measured now if absent.
-        run: What is kept, and who is told.
-    """
-    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
-    subject.remove_plan()
-    steps = scoring.generates and cache_keyword(signature(subject.model.forward)) is not None
-    if settings.aim != "prompt" and not steps:
-        raise ValueError(
-            f"aim is {settings.aim!r} for {type(subject.model).__name__}, which has no decode step and keeps no cache, "
-            "expected a causal model that takes one; leave --aim out, and prompts are what a plan is for"
-        )
-    inputs = open_inputs(subject, encode, data, settings, verify_data=verify_data, scoring=scoring, run=run)
-    run = inputs.run
+def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
+    """Returns risks and prices of a model, which serve any number of budgets; `prices` are measured now if absent."""
+    run, settings = inputs.run, inputs.settings
     if run.expect is not silent and settings.lengths[-1] > FORETOLD:
         run.progress("estimate", 0, 1)
         pace = pace_of(inputs)
@@ -113,15 +76,14 @@ def measured(
         stages = pace.stages(settings, inputs.team.size)
         run.expect(stages if run.known is None else {**stages, "risk": 0.0})
     try:
-        return measure(inputs, prices)
+        return _measurement(inputs, prices)
     except ValueError:  # a refusal leaves nothing behind that other arguments would have to go on with
         if run.directory is not None and not run.resume:
             forget(run.directory)
         raise
 
 
-def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
-    """Returns risks and prices of a model; prices that were measured before are taken instead."""
+def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
     run, settings, kept = inputs.run, inputs.settings, None
     tokens = [[one.tokens for one in inputs.samples[length].risk] for length in settings.lengths]
     identity = {
@@ -137,9 +99,9 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
     layers = observe_layers(inputs, kept)
     identity["dtype"] = layers.exact.dtype
     if run.known is not None:
-        every, found = layers.candidates.choices, run.known.choices(layers.candidates, identity)
-        layers = replace(layers, candidates=found)
-        lacking = ", ".join(choice.label for choice in every if choice not in found.choices)
+        offered, usable = layers.candidates.choices, run.known.choices(layers.candidates, identity)
+        layers = replace(layers, candidates=usable)
+        lacking = ", ".join(choice.label for choice in offered if choice not in usable.choices)
         run.say(f"risks: those of {run.known.path}{lacking and f', which lack {lacking}'}")
     else:
         need = forecast(inputs, layers)
@@ -188,8 +150,8 @@ def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int)
     sums, dropped, needles = (np.zeros((len(layers.units), len(layers.candidates.choices), *n)) for n in ((), (3,), ()))
     for window in windows:
         sampled = stratified_rows(len(window.input_ids), s.rows, generator)
-        own, mass = _risks_of_window(inputs, layers, window, sampled, generator)
-        sums += own * window.rows_per_prediction
+        window_sums, mass = _risks_of_window(inputs, layers, window, sampled, generator)
+        sums += window_sums * window.rows_per_prediction
         dropped += mass / len(windows)
         rows += s.labels * len(sampled)
     if number == 0 and inputs.scoring.generates:
@@ -211,8 +173,8 @@ def _risks_of_window(
 
     def report(index: int, products: Tensor, mass: Tensor) -> None:
         first = layers.indices.index(index) * kv_heads
-        own = slice(first, first + kv_heads)
-        sums[own] = fisher.unit_risks(products, kv_heads, candidates.combine)
+        units = slice(first, first + kv_heads)
+        sums[units] = fisher.unit_risks(products, kv_heads, candidates.combine)
         # mean, 95th percentile and mean square of the rows' dropped mass, of each unit's worst query head; that of a
         # combined choice is the sum over its parts
         parts, heads, sampled = mass.shape
@@ -220,7 +182,7 @@ def _risks_of_window(
         quantile = torch.quantile(grouped, 0.95, dim=-1)
         stats = torch.stack([grouped.mean(-1), quantile, grouped.square().mean(-1)], dim=-1)
         combine = torch.from_numpy(candidates.combine).to(stats)
-        dropped[own] = torch.einsum("cb,bus->ucs", combine, stats).cpu().numpy()
+        dropped[units] = torch.einsum("cb,bus->ucs", combine, stats).cpu().numpy()
 
     fisher.measure(
         inputs.arms, window, candidates.parts, layers.tensors,
@@ -254,10 +216,10 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
     table = inputs.team.tell(prices)
     assert table is not None  # the process that leads has measured it
     kinds = dict.fromkeys(layers.kinds.values())
-    labels = [launch_label(choice, own) for own in kinds for choice in layers.candidates.choices]
+    labels = [launch_label(choice, window) for window in kinds for choice in layers.candidates.choices]
     for phase in _phases(inputs):
-        known = table.launches(phase) if phase in table.prices else set()
-        lacking = [label for label in labels if label not in known]
+        priced = table.launches(phase) if phase in table.prices else set()
+        lacking = [label for label in labels if label not in priced]
         if lacking:
             raise ValueError(
                 f"prices: the table has no {phase} price of {', '.join(lacking[:4])}{', …' if lacking[4:] else ''}, "

@@ -42,11 +42,11 @@ class Need:
 
     def sentence(self, room: int | None) -> str:
         """Returns the need in words, and the length that fits into `room` bytes, None where nobody knows how many."""
-        said = f"memory: about {max(self.total / 1e9, 0.1):.1f} GB"
+        needed = f"memory: about {max(self.total / 1e9, 0.1):.1f} GB"
         if room is None or self.total <= room:
-            return said
+            return needed
         fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // PROBE * PROBE
-        return f"{said}; the device has {room / 1e9:.1f} GB: --lengths {max(fits, PROBE)} would fit"
+        return f"{needed}; the device has {room / 1e9:.1f} GB: --lengths {max(fits, PROBE)} would fit"
 
     def parts(self) -> str:
         """Returns what the need consists of, in words."""
@@ -62,25 +62,25 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
     arms, settings = inputs.arms, inputs.settings
     length = settings.lengths[-1]
     window = next_token(inputs.windows(inputs.samples[length].risk[0])[0].input_ids[:PROBE])
-    held: dict[int, int] = {}  # bytes by storage: what is saved twice, or is a view of weights, counts once
+    storages: dict[int, int] = {}  # bytes by storage: what is saved twice, or is a view of weights, counts once
 
     def hold(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        held[storage._cdata] = storage.nbytes()  # not by address: wrappers of quantised weights have none
+        storages[storage._cdata] = storage.nbytes()  # not by address: wrappers of quantised weights have none
         return tensor.detach()  # a result that is saved by what made it would hold that, and be held by it for good
 
     for weight in (*arms.model.parameters(), *arms.model.buffers()):
         hold(weight)
-    weights = sum(held.values())
+    weights = sum(storages.values())
     with differentiable(arms.model), tapping(exact_tap), saved_tensors_hooks(hold, lambda tensor: tensor):
         hidden = arms.hidden(window)
-        given = arms.model.get_input_embeddings()(arms.tokens(window))  # type: ignore[operator]
-    kept, longer = sum(held.values()) - weights, length / len(window.input_ids)
+        embedded = arms.model.get_input_embeddings()(arms.tokens(window))  # type: ignore[operator]
+    kept, longer = sum(storages.values()) - weights, length / len(window.input_ids)
     heads, count = layers.calls[None][length].query.shape[1], len(arms.layers)
     return Need(
         length,
         weights,
-        inputs=int(longer * given.nbytes) * (count + settings.labels),
+        inputs=int(longer * embedded.nbytes) * (count + settings.labels),
         layer=int(2 * longer * kept / count),
         rows=SCORES * heads * min(settings.rows, length) * length * 4,
         logits=PER_LOGIT * min(CHUNK, length) * arms.logits(hidden[:, :1].detach()).shape[-1],

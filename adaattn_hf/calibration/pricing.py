@@ -109,8 +109,8 @@ def prices_of(
     """
     (_, once, _), (_, last, _) = spreads[exact][0], spreads[exact][-1]
     if on_cuda and last >= FILLED * once:
-        return {label: Price(0.0, own[0][1] / heads[0]) for label, own in spreads.items()}
-    return {label: line_through(heads, own) for label, own in spreads.items()}
+        return {label: Price(0.0, times[0][1] / heads[0]) for label, times in spreads.items()}
+    return {label: line_through(heads, times) for label, times in spreads.items()}
 
 
 def _timed(
@@ -118,11 +118,11 @@ def _timed(
 ) -> dict[tuple[str, int], Spread]:
     """Returns the seconds of each launch of a phase, by choice and heads; a process's least CPU time has no spread."""
     if on_cuda:
-        runs = on_device(calls, host=phase == "decode" and not captured)
-        return {key: quartiles(own) for key, own in runs.items()}
+        seconds = on_device(calls, host=phase == "decode" and not captured)
+        return {key: quartiles(of_key) for key, of_key in seconds.items()}
     repeats = dict.fromkeys(calls, 1 if phase == "prefill" else STEPS)
-    found = in_turn(calls, torch.device("cpu"), ROUNDS, repeats)
-    best = {key: min(one.process for one in own) for key, own in found.items()}
+    runs = in_turn(calls, torch.device("cpu"), ROUNDS, repeats)
+    best = {key: min(run.process for run in of_key) for key, of_key in runs.items()}
     return {key: (least, least, least) for key, least in best.items()}
 
 
@@ -143,8 +143,8 @@ def measure_prices(
     bases. With `captured` a decode step on CUDA costs only the device's time, as in a captured graph.
     """
     table: dict[str, dict[int, dict[str, Price]]] = {phase: {n: {} for n in kinds[None]} for phase in phases}
-    for own, length in [(own, length) for own, requests in kinds.items() for length in sorted(requests)]:
-        prompt, (rows, _, keys, _) = kinds[own][length], kinds[own][length].key.shape
+    for window, length in [(window, length) for window, requests in kinds.items() for length in sorted(requests)]:
+        prompt, (rows, _, keys, _) = kinds[window][length], kinds[window][length].key.shape
         behind = MaskStructure(rows, 1, keys, causal=True, q_offset=keys - 1, window=prompt.structure.window)
         on_cuda = prompt.query.is_cuda
         for phase in phases:
@@ -157,10 +157,10 @@ def measure_prices(
                 for choice in choices
                 for count, part in parts.items()
             }
-            found = _timed(calls, phase, on_cuda, captured)
-            spreads = {choice.label: [found[choice.label, count] for count in parts] for choice in choices}
+            times = _timed(calls, phase, on_cuda, captured)
+            spreads = {choice.label: [times[choice.label, count] for count in parts] for choice in choices}
             lines = prices_of(list(parts), spreads, choices[0].label, on_cuda)
-            table[phase][length] |= {launch_label(choice, own): lines[choice.label] for choice in choices}
+            table[phase][length] |= {launch_label(choice, window): lines[choice.label] for choice in choices}
     longest = kinds[None][max(kinds[None])]
     names = execute.launch_names(choices, repeated(longest, batch if "prefill" in phases else 1))
     return PriceTable(machine(longest.query.device), names, table)

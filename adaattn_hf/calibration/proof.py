@@ -52,9 +52,9 @@ class Evidence:
 
     def ratio(self, source: str | None = None) -> Ratio:
         """Returns the mean loss difference with its error, clustered by document, of one source or of all."""
-        mine = [place for place, own in enumerate(self.sources) if source in (None, own)]
-        sums, tokens = [self.sums[place] for place in mine], [self.tokens[place] for place in mine]
-        return clustered_ratio(*clustered([self.names[place] for place in mine], sums, tokens))
+        places = [place for place, its_source in enumerate(self.sources) if source in (None, its_source)]
+        sums, tokens = [self.sums[place] for place in places], [self.tokens[place] for place in places]
+        return clustered_ratio(*clustered([self.names[place] for place in places], sums, tokens))
 
     def worst(self, confidence: float) -> Ratio:
         """Returns the loss difference whose upper bound decides: with `apart` that of the source with the largest.
@@ -132,7 +132,7 @@ def judge(
     upper, mean, tail = worst.upper(confidence), evidence.mean_kl(), np.quantile(np.concatenate(evidence.kl), 0.999)
     top1 = evidence.agree / max(tokens, 1)
     by_stock, by_plan = np.mean(evidence.needles, axis=0).tolist() if evidence.needles else (None, None)
-    found = Verified(
+    verdict = Verified(
         passed=False,
         delta_nll=worst.mean,
         upper=upper,
@@ -152,12 +152,12 @@ def judge(
         needles=len(evidence.needles),
         needles_lost=compared(evidence.needles)[0],
     )
-    reasons = gates.refusals(found)
+    reasons = gates.refusals(verdict)
     if reasons:
-        return replace(found, sentence=f"failed: {'; '.join(reasons)}")
+        return replace(verdict, sentence=f"failed: {'; '.join(reasons)}")
     gate, used = gates.nearest(upper, mean, top1)
-    nearest = f"{words(found, gates)}; nearest to its limit: {gate}, at {share(used)}"
-    return replace(found, passed=True, sentence=nearest)
+    nearest = f"{words(verdict, gates)}; nearest to its limit: {gate}, at {share(used)}"
+    return replace(verdict, passed=True, sentence=nearest)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,8 +40,8 @@ def solve(measurement: Measurement, limit: Array, needles: Mapping[int, float] |
     risks = np.stack([*measurement.risks(), *(measurement.state.needles[length] for length in limited)])
     limits = np.append(limit, list(limited.values()))
     gap, launches = (CACHE_GAP, None) if measurement.inputs.settings.with_cache else (GAP, measurement.launches)
-    found = allocate(measurement.costs, risks, limits, launches, gap)
-    return replace(found, risk=found.risk[: len(limit)])
+    allocation = allocate(measurement.costs, risks, limits, launches, gap)
+    return replace(allocation, risk=allocation.risk[: len(limit)])
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class JointPasses:
             score = joined([compare(inputs.arms, one, tap, state) for one, state in exact])
             return score, self.needles(length, number, tap) if picks.any() else []
 
-        scores, found = zip(*inputs.team.work(range(len(sequences)), measured), strict=True)
+        scores, needles = zip(*inputs.team.work(range(len(sequences)), measured), strict=True)
         return Joint(
             kl=float(np.mean([one.kl.mean() for one in scores])),
             flips=1.0 - float(np.mean([one.agree.mean() for one in scores])),
             kl_p999=float(np.quantile(np.concatenate([one.kl[0] for one in scores]), 0.999)),
             delta_nll=float(np.mean([one.delta.mean() for one in scores])),
             rounding=self.rounding,
-            needles=compared([*chain(*found)]),
+            needles=compared([*chain(*needles)]),
             risk=float(self.measurement.state.needles[length][np.arange(len(picks)), picks].sum()),
         )
 
@@ -192,16 +192,16 @@ def way_within(
     """
     s = measurement.inputs.settings
     if not s.with_cache:
-        found = solve(measurement, limit / alpha, needles)
-        slow = s.aim == "step" and steps_stay_exact(measurement.table, measurement.layers, s.lengths, found.picks)
-        return Way(found) if found.picks.any() and not slow else None
+        allocation = solve(measurement, limit / alpha, needles)
+        slow = s.aim == "step" and steps_stay_exact(measurement.table, measurement.layers, s.lengths, allocation.picks)
+        return Way(allocation) if allocation.picks.any() and not slow else None
     ways: list[Way] = []
-    every: Losses = {**formats, "model": {}}  # the coarsest first, numbers last
-    for stored, beside in every.items():
-        left = limit - np.array([beside.get(length, 0.0) for length in s.lengths])
+    stores: Losses = {**formats, "model": {}}  # the coarsest first, numbers last
+    for stored, losses in stores.items():
+        left = limit - np.array([losses.get(length, 0.0) for length in s.lengths])
         if (left >= 0.0).all():
-            found = solve(measurement, np.maximum(left, LEAST_KL) / alpha, needles)
-            ways.append(Way(found, storages(measurement, found.picks)[stored], beside))
+            allocation = solve(measurement, np.maximum(left, LEAST_KL) / alpha, needles)
+            ways.append(Way(allocation, storages(measurement, allocation.picks)[stored], losses))
     enough = [way for way in ways if s.kv_bytes is not None and way.cost <= s.kv_bytes]
     best = enough[-1] if enough else min(ways, key=lambda way: way.cost)
     return best if best.cost < 1.0 else None

@@ -88,26 +88,26 @@ class Known:
                 f"from: {path} holds no risks as this version writes them ({error}); leave --from out to measure them"
             ) from error
 
-    def choices(self, found: Candidates, identity: Mapping[str, Any]) -> Candidates:
+    def choices(self, offered: Candidates, identity: Mapping[str, Any]) -> Candidates:
         """Returns the candidates whose risks are known, at least one that is not exact.
 
         Risks of other weights, lengths or text, or of another dtype, are refused.
         """
-        for name, (held, expected) in _SAME.items():
-            there, here = self.identity.get(name), json.loads(json.dumps(identity[name]))
-            if there != here:
+        for name, (wrong, expected) in _SAME.items():
+            theirs, ours = self.identity.get(name), json.loads(json.dumps(identity[name]))
+            if theirs != ours:
+                instead = expected.format(ours, theirs)
                 raise ValueError(
-                    f"from: {self.path} holds risks {held.format(there)}, expected {expected.format(here, there)}, or "
-                    "leave --from out"
+                    f"from: {self.path} holds risks {wrong.format(theirs)}, expected {instead}, or leave --from out"
                 )
-        left = found.among(self.identity["choices"])
-        if len(left.choices) == 1:
+        measured = offered.among(self.identity["choices"])
+        if len(measured.choices) == 1:
+            labels = ", ".join(choice.label for choice in offered.choices[1:])
             raise ValueError(
                 f"from: {self.path} holds risks of {', '.join(self.identity['choices'][1:])}, expected some of "
-                f"{', '.join(choice.label for choice in found.choices[1:])}; ask for those --families, or leave --from "
-                "out"
+                f"{labels}; ask for those --families, or leave --from out"
             )
-        return left
+        return measured
 
 
 class CalibrationState:
@@ -150,8 +150,8 @@ class CalibrationState:
                 "not finite on this text; load it in bfloat16 or float32"
             )
         self.rows[length] += rows
-        for own, part in zip(self.parts(length), parts, strict=True):
-            own += part.reshape(own.shape)
+        for total, part in zip(self.parts(length), parts, strict=True):
+            total += part.reshape(total.shape)
 
     def mean(self, length: int) -> Array:
         """Returns the risks `[units, choices]` at a length, in nats/token."""
@@ -234,9 +234,9 @@ class KeptMoments:
             return Moments(), {}
         try:
             with torch.serialization.safe_globals([AttentionCall, MaskStructure, Gram, Moments, set]):
-                identity, found = torch.load(self.path, map_location=device, weights_only=True)
+                identity, content = torch.load(self.path, map_location=device, weights_only=True)
             if identity == self.identity:
-                moments, calls = found
+                moments, calls = content
                 return moments, calls
         except (*_BROKEN, RuntimeError, UnpicklingError) as error:
             raise _broken(self.path) from error

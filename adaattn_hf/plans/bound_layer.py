@@ -88,9 +88,9 @@ class BoundLayer:
         self._part = (
             self.with_choices((choices[head] for head in self.local_heads), self.local_heads) if split else None
         )
-        stored = [choice.for_quantised_cache() for choice in choices]
-        kept = [choice for choice in stored if choice is not None]
-        self._over_codes = self.with_choices(kept) if len(kept) == len(stored) and kept != [*choices] else None
+        over_codes = [choice for choice in map(Choice.for_quantised_cache, choices) if choice is not None]
+        changes = len(over_codes) == len(choices) and over_codes != [*choices]
+        self._over_codes = self.with_choices(over_codes) if changes else None
         self._some: dict[tuple[tuple[int, ...], bool], BoundLayer] = {}
         BOUND_LAYERS[self.handle] = self
 
@@ -98,9 +98,21 @@ class BoundLayer:
         """Copies and pickles a layer without its handle and owner."""
         return BoundLayer, (self.plan, self.tensors, self.max_length, self.local_heads, self.exact_steps, self.dtype)
 
-    def of_call(self, kv_heads: int) -> BoundLayer:
-        """Returns the layer for a call with so many key/value heads: this process's part under tensor parallelism."""
-        return self._part if self._part is not None and kv_heads == len(self.local_heads) else self
+    def of_call(self, kv_heads: int, q_len: int) -> BoundLayer | None:
+        """Returns the layer for a call with so many key/value heads: this process's part under tensor parallelism.
+
+        None for so few query rows that they are a decode step which the plan leaves exact. A plan for another number
+        of heads is a ValueError.
+        """
+        layer = self._part if self._part is not None and kv_heads == len(self.local_heads) else self
+        if kv_heads != len(layer.plan.choices):
+            raise ValueError(
+                f"plan of layer {self.plan.layer}: made for {len(layer.plan.choices)} key/value heads, got "
+                f"keys with {kv_heads}; calibrate the model in the form in which it runs. Sequence parallelism by "
+                "heads (Ulysses) does not say which heads a process has: split the model by tp_plan, or call "
+                "adaattn_hf.remove_plan(model)"
+            )
+        return None if self.exact_steps and q_len < MIN_PREFILL_ROWS else layer
 
     def with_choices(self, choices: Iterable[Choice], heads: Sequence[int] | None = None) -> BoundLayer:
         """Returns the layer with other choices, which are those of some key/value heads where `heads` names them."""
@@ -125,25 +137,21 @@ class BoundLayer:
 
     def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> BoundLayer:
         """Returns the layer with some key/value heads; with `all_keys` they read all keys that they are given."""
-        known = self._some.get((heads, all_keys))
-        if known is None:
-            chosen = [self.plan.choices[head] for head in heads]
+        part = self._some.get((heads, all_keys))
+        if part is None:
+            choices = [self.plan.choices[head] for head in heads]
             if all_keys:
-                chosen = [Choice(None, choice.operands) for choice in chosen]
-            known = self._some[heads, all_keys] = self.with_choices(chosen, heads)
-        return known
-
-    def is_exact_for(self, q_len: int) -> bool:
-        """Whether a call of so many query rows is a decode step that the plan leaves exact."""
-        return self.exact_steps and q_len < MIN_PREFILL_ROWS
+                choices = [Choice(None, choice.operands) for choice in choices]
+            part = self._some[heads, all_keys] = self.with_choices(choices, heads)
+        return part
 
     def speaks_for(self, structure: MaskStructure) -> tuple[bool | Tensor, bool | None]:
         """Whether sequences have few query rows (by row where they differ), and whether it speaks for all rows or none.
 
         None where that differs by row, or only data tell.
         """
-        few = is_decode(structure) if self.counts_rows else structure.q_len < MIN_PREFILL_ROWS
-        return few, False if self.exact_steps and few is True else all_within(structure, self.max_length)
+        decode = is_decode(structure) if self.counts_rows else structure.q_len < MIN_PREFILL_ROWS
+        return decode, False if self.exact_steps and decode is True else structure.within(self.max_length)
 
     @property
     def trains(self) -> bool:
@@ -151,9 +159,9 @@ class BoundLayer:
         tensors = self.tensors
         return self.has_gradient and tensors.key_mean is None and not tensors.query_basis and not tensors.key_basis
 
-    def _launch(self, few: bool) -> LayerLaunch:
-        by_choice = {choice: choice.head_rule(few) for choice, _ in self.launches}
-        rules = {head: rule for head, one in enumerate(self.plan.choices) if (rule := by_choice[one]) is not None}
+    def _launch(self, decode: bool) -> LayerLaunch:
+        by_choice = {choice: choice.head_rule(decode) for choice, _ in self.launches}
+        rules = {head: rule for head, choice in enumerate(self.plan.choices) if (rule := by_choice[choice]) is not None}
         separate = tuple((choice, heads) for choice, heads in self.launches if by_choice[choice] is None)
         heads, together = tuple(rules), None
         if any(rules.values()):
@@ -161,16 +169,6 @@ class BoundLayer:
             together = head_rules([*rules.values()], None if mean is None else mean[[*heads]])
         ending = None if together is None else replace(together, until=self.max_length)
         return LayerLaunch(heads, together, ending, separate, not separate)
-
-
-def all_within(structure: MaskStructure, limit: int) -> bool | None:
-    """Whether a plan for sequences up to `limit` speaks for all rows or for none; None where rows or data differ."""
-    if structure.longest <= limit:
-        return True
-    if structure.causal and (places := structure.query_positions) is not None:
-        first, last = places
-        return True if last <= limit else False if first >= limit else None
-    return None
 
 
 def head_rules(rules: Sequence[Mapping[str, Any]], key_mean: Tensor | None = None) -> HeadRules:

@@ -26,7 +26,7 @@ from ..attention.structure import OPERANDS, MaskStructure
 from ..attention.tracing import jit_trace
 from ..backends import select
 from ..backends.eager import attention_weights
-from .bound_layer import BOUND_LAYERS, BoundLayer, all_within, head_rules
+from .bound_layer import BOUND_LAYERS, BoundLayer, head_rules
 from .choices import MIN_PREFILL_ROWS, Choice
 from .plan import PlanError
 
@@ -36,17 +36,17 @@ def launch_names(choices: Sequence[Choice], call: AttentionCall) -> dict[str, st
 
     A choice that no backend computes together with others has a launch of its own.
     """
-    kind, found = call.checked_kind(), {choice.label: choice.label for choice in choices}
+    kind, names = call.checked_kind(), {choice.label: choice.label for choice in choices}
     for choice in choices:
         if (rule := choice.head_rule(few=False)) is None:
             continue
         rules = head_rules([rule])
         # exact heads share the launch of heads with rules
         windows = 0 if rule else HEAD_WINDOWS | PER_HEAD
-        asked = kind._replace(features=kind.features | rules.features | windows)
-        if (serving := select.find(asked)[0]) is not None:
-            found[choice.label] = f"{serving.name}: {serving.launches(rules)[0]}"
-    return found
+        backend, _ = select.find(kind._replace(features=kind.features | rules.features | windows))
+        if backend is not None:
+            names[choice.label] = f"{backend.name}: {backend.launches(rules)[0]}"
+    return names
 
 
 def attend(
@@ -57,12 +57,12 @@ def attend(
     `window` is the layer's own, which one row of a dense mask, as traced graphs make it, does not show. A plan for
     another number of key/value heads is a ValueError.
     """
-    bound_layer = _of_call(bound_layer, call)
-    if bound_layer.is_exact_for(call.query.shape[2]):
+    layer = bound_layer.of_call(call.key.shape[1], call.query.shape[2])
+    if layer is None:
         return select.attend(call, backend)
     if torch.compiler.is_compiling() or jit_trace() is not None:
-        return AttentionResult(_traced(bound_layer, call, backend, window))
-    return _by_rows(bound_layer, call, window, partial(select.attend, backend=backend), partial(_planned, backend))
+        return AttentionResult(_traced(layer, call, backend, window))
+    return _by_rows(layer, call, window, partial(select.attend, backend=backend), partial(_planned, backend))
 
 
 def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
@@ -75,33 +75,18 @@ def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
     kv_len = call.key.shape[2]
 
     def exact(part: AttentionCall) -> AttentionResult:  # with rows where an output has them
-        found = attention_weights(part)
-        return AttentionResult(F.pad(found, (0, kv_len - found.shape[3])).transpose(1, 2))
+        rows = attention_weights(part)
+        return AttentionResult(F.pad(rows, (0, kv_len - rows.shape[3])).transpose(1, 2))
 
-    def planned(bound_layer: BoundLayer, part: AttentionCall, few: bool) -> AttentionResult:
+    def planned(bound_layer: BoundLayer, part: AttentionCall, decode: bool) -> AttentionResult:
         parts = [
             (heads, exact(choice.defined(some_heads(part, heads), heads, bound_layer.tensors)))
             for choice, heads in bound_layer.launches
         ]
         return joined_heads(parts, part.query.shape[1] // part.key.shape[1])
 
-    bound_layer = _of_call(bound_layer, call)
-    if bound_layer.is_exact_for(call.query.shape[2]):
-        return attention_weights(call)
-    return _by_rows(bound_layer, call, None, exact, planned).out.transpose(1, 2)
-
-
-def _of_call(bound_layer: BoundLayer, call: AttentionCall) -> BoundLayer:
-    kv_heads = call.key.shape[1]
-    bound_layer = bound_layer.of_call(kv_heads)
-    if kv_heads != len(bound_layer.plan.choices):
-        raise ValueError(
-            f"plan of layer {bound_layer.plan.layer}: made for {len(bound_layer.plan.choices)} key/value heads, got "
-            f"keys with {kv_heads}; calibrate the model in the form in which it runs. Sequence parallelism by heads "
-            "(Ulysses) does not say which heads a process has: split the model by tp_plan, or call "
-            "adaattn_hf.remove_plan(model)"
-        )
-    return bound_layer
+    layer = bound_layer.of_call(call.key.shape[1], call.query.shape[2])
+    return attention_weights(call) if layer is None else _by_rows(layer, call, None, exact, planned).out.transpose(1, 2)
 
 
 def _by_rows(
@@ -117,37 +102,38 @@ def _by_rows(
     if call.bias is not None and (alone := numbers_alone(call)):  # rows that see nothing by any rules are exact
         return _either(alone[0], exact(call), _by_rows(bound_layer, alone[1], window, exact, planned))
     if call.structure.mask is not None or call.bias is not None:
-        read = infer_structure(call, window)
+        inferred = infer_structure(call, window)
         counting = [choice.label for choice, _ in bound_layer.launches if choice.keys is not None]
-        if read is None and counting:
+        if inferred is None and counting:
             raise ValueError(
                 "attention_mask: got a dense one that is neither causal, padded, windowed nor made of documents, and "
                 f"the plan of layer {bound_layer.plan.layer} ({', '.join(counting)}) counts keys from a sequence's "
                 "first; pass a mask [batch, kv_len], or remove the plan with adaattn_hf.remove_plan(model)"
             )
-        call = read or call
+        call = inferred or call
     structure, limit, rows = call.structure, bound_layer.max_length, call.query.shape[2]
-    few, speaks = bound_layer.speaks_for(structure)
-    if isinstance(few, Tensor):
-        kinds = [replace(call, structure=only(structure, chosen)) for chosen in (few, ~few)]
-        one, other = (_by_rows(bound_layer, kind, None, exact, planned) for kind in kinds)
-        return _either(few[:, None, :, None], one, other)
+    decode, speaks = bound_layer.speaks_for(structure)
+    if isinstance(decode, Tensor):  # steps and prefills in one call
+        parts = [replace(call, structure=only(structure, chosen)) for chosen in (decode, ~decode)]
+        steps, prefills = (_by_rows(bound_layer, part, None, exact, planned) for part in parts)
+        return _either(decode[:, None, :, None], steps, prefills)
     first, last = (rows, rows) if speaks else (0, 0)
     if speaks is None:
-        first, last = _ranges(structure, limit, few) or (0, rows)
+        first, last = _ranges(structure, limit, decode) or (0, rows)
     within = _rows_within(structure, limit, call.query.device) if first < last else None
     if last == 0 or within is False:
         return exact(call)
     if first == rows:
-        return planned(bound_layer, call, few)
-    early = planned(bound_layer, call if last == rows else some_range(call, 0, last), few)
+        return planned(bound_layer, call, decode)
+    early = planned(bound_layer, call if last == rows else some_range(call, 0, last), decode)
     late, both = exact(call if first == 0 else some_range(call, first, rows)), last - first
-    parts = [_some(early, 0, first), _some(late, both, rows - last)]
+    results = [_some(early, 0, first), _some(late, both, rows - last)]
     if isinstance(within, Tensor):
-        either = within[:, None, first:last, None]
-        parts.insert(1, _either(either, _some(early, first, both), _some(late, 0, both)))
-    out, lses = torch.cat([part.out for part in parts], 1), [part.lse for part in parts if part.lse is not None]
-    return AttentionResult(out, torch.cat(lses, 2) if len(lses) == len(parts) else None)
+        mixed = _either(within[:, None, first:last, None], _some(early, first, both), _some(late, 0, both))
+        results.insert(1, mixed)
+    lses = [result.lse for result in results if result.lse is not None]
+    lse = torch.cat(lses, 2) if len(lses) == len(results) else None
+    return AttentionResult(torch.cat([result.out for result in results], 1), lse)
 
 
 def _either(rows: Tensor, one: AttentionResult, other: AttentionResult) -> AttentionResult:
@@ -162,19 +148,19 @@ def _some(result: AttentionResult, first: int, count: int) -> AttentionResult:
     return AttentionResult(result.out.narrow(1, first, count), lse)
 
 
-def _ranges(structure: MaskStructure, limit: int, few: bool) -> tuple[int, int] | None:
+def _ranges(structure: MaskStructure, limit: int, decode: bool) -> tuple[int, int] | None:
     # Up to which row of a causal call all are within a plan's lengths, and from which on none is. None where that is
     # not known without a look at each row, where a step would have to ask a device, and where so few rows are within
     # that a call of their own would compute them in another precision.
     padding = structure.key_padding
-    if not structure.causal or (few and padding is not None and padding.is_cuda):
+    if not structure.causal or (decode and padding is not None and padding.is_cuda):
         return None
     if not (structure.one_offset and structure.one_run_a_row and isinstance(structure.q_offset, int)):
         return None
     first, last = (
         min(max(limit - structure.offset() + start, 0), structure.q_len) for start in structure.cached(_starts)
     )
-    return None if not few and 0 < min(last, limit) < MIN_PREFILL_ROWS else (first, last)
+    return None if not decode and 0 < min(last, limit) < MIN_PREFILL_ROWS else (first, last)
 
 
 def _starts(structure: MaskStructure) -> tuple[int, int]:
@@ -191,8 +177,8 @@ def rows_within(structure: MaskStructure, limit: int, device: torch.device) -> b
     all rows of sequences of up to `limit` tokens. Reads no data: a structure whose keys all fit answers at once,
     whatever its padding.
     """
-    known = all_within(structure, limit)
-    return _rows_within(structure, limit, device) if known is None else known
+    within = structure.within(limit)
+    return _rows_within(structure, limit, device) if within is None else within
 
 
 def _rows_within(structure: MaskStructure, limit: int, device: torch.device) -> bool | Tensor:
@@ -212,15 +198,15 @@ def _rows_within(structure: MaskStructure, limit: int, device: torch.device) -> 
     return torch.searchsorted(ordered, queries, right=True) - torch.searchsorted(ordered, queries) <= limit
 
 
-def _planned(backend: str | None, bound_layer: BoundLayer, call: AttentionCall, few: bool) -> AttentionResult:
-    if not (few or bound_layer.has_gradient) and call.checked_kind().needs_grad:
+def _planned(backend: str | None, bound_layer: BoundLayer, call: AttentionCall, decode: bool) -> AttentionResult:
+    if not (decode or bound_layer.has_gradient) and call.checked_kind().needs_grad:
         inputs = {name: getattr(call, name) for name in ("query", "key", "value", "bias", "sink_logits")}
         bare: dict[str, Any] = {name: None if tensor is None else tensor.detach() for name, tensor in inputs.items()}
-        out, lse = _planned(backend, bound_layer, replace(call, **bare), few)
+        out, lse = _planned(backend, bound_layer, replace(call, **bare), decode)
         error = PlanError(no_gradient(bound_layer))
         (out,) = Refusing.apply(error, 1, out, *inputs.values())  # type: ignore[no-untyped-call]
         return AttentionResult(out, lse)
-    launch = bound_layer.decode if few else bound_layer.prefill
+    launch = bound_layer.decode if decode else bound_layer.prefill
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if launch.heads:
         together = replace(call if launch.whole else some_heads(call, launch.heads), per_head=launch.rules)
@@ -259,11 +245,11 @@ _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
 )
 def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """Runs a layer's plan as one node of a traced graph, as it runs without a graph."""
-    bias, sink_logits, bound_layer, backend, own_window, scaling, softcap, dropped, by_row, *operands = inputs
+    bias, sink_logits, handle, backend, own_window, scaling, softcap, dropped, by_row, *operands = inputs
     structure = MaskStructure.of_operands(query, key, *operands)
     structure = structure.with_changes(dropped=dropped if by_row is None else by_row)
-    found = BOUND_LAYERS.get(bound_layer)
-    if found is None:
+    bound_layer = BOUND_LAYERS.get(handle)
+    if bound_layer is None:
         raise RuntimeError(
             "the plan that this graph was compiled with is gone; compile the model again after a plan is loaded"
         )
@@ -272,7 +258,7 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
     call = infer_structure(call, own_window) or call
     call = replace(call, structure=call.structure.simplified())
     with torch.no_grad():
-        return attend(found, call, backend).out.contiguous()
+        return attend(bound_layer, call, backend).out.contiguous()
 
 
 @planned_op.register_fake

@@ -94,16 +94,16 @@ class Monitor:
         In `training` the call may be repeated for its gradients, so that nothing may be made exact.
         """
         start = time.perf_counter()
-        bound_layer = None if bound_layer is None else bound_layer.of_call(call.key.shape[1])
+        q_len = call.query.shape[2]
+        bound_layer = None if bound_layer is None else bound_layer.of_call(call.key.shape[1], q_len)
         counters = self.layers.get(index) or LayerStatistics(index)
         if in_backward():  # a checkpointed backward pass repeats a call
             return None if bound_layer is None else _tightened(counters, bound_layer)
         self.layers[index] = counters
         counters.calls += 1
-        q_len = call.query.shape[2]
         counters.pairs += call.query.shape[:3].numel()
-        if bound_layer is None or bound_layer.is_exact_for(q_len):
-            return bound_layer
+        if bound_layer is None:
+            return None
         bound_layer = _tightened(counters, bound_layer)
         _count(counters, bound_layer, call)
         if self._sample and (q_len >= PREFILL or counters.calls % STEP_SHARE == 0):
@@ -118,25 +118,25 @@ class Monitor:
         q_len, index = call.query.shape[2], counters.layer
         count = max(1, q_len // ROW_SHARE)
         rows = torch.linspace(q_len // (2 * count), q_len - 1, count, dtype=torch.float32, device="cpu").long()
-        found = losses(bound_layer, call, rows)
+        lost = losses(bound_layer, call, rows)
         mass, square = self._sums.get(index, (0.0, 0.0))
-        mass, square = self._sums[index] = mass + found.sum(-1), square + found.square().sum(-1)
+        mass, square = self._sums[index] = mass + lost.sum(-1), square + lost.square().sum(-1)
         counters.rows += count
         counters.lost = (mass / counters.rows).tolist()
-        seen: list[tuple[int, UnitRecord]] = [
+        units: list[tuple[int, UnitRecord]] = [
             (head, self._units[index, bound_layer.local_heads.start + head])
-            for head in range(len(found))
+            for head in range(len(lost))
             if (index, bound_layer.local_heads.start + head) in self._units
         ]
         squares = (square / counters.rows).tolist()
         counters.predicted_kl = sum(
-            unit.risk * squares[head] / unit.dropped_square for head, unit in seen if unit.dropped_square > 0
+            unit.risk * squares[head] / unit.dropped_square for head, unit in units if unit.dropped_square > 0
         )
         if counters.rows < LEAST_ROWS:
             return
         fresh = [
             head
-            for head, unit in seen
+            for head, unit in units
             # without a key less and without a loss in calibration there is no value to compare with
             if not (choice := bound_layer.plan.choices[head]).is_exact
             and (choice.keys is not None or unit.dropped_mass_p95 > 0)
@@ -166,8 +166,8 @@ def _tightened(counters: LayerStatistics, bound_layer: BoundLayer) -> BoundLayer
 def _count(counters: LayerStatistics, bound_layer: BoundLayer, call: AttentionCall) -> None:
     batch, heads, q_len, _ = call.query.shape
     group, structure = batch * heads // call.key.shape[1], call.structure
-    places = structure.query_positions
-    first = max(structure.kv_len - q_len, 0) if places is None else places[0]
+    positions = structure.query_positions
+    first = max(structure.kv_len - q_len, 0) if positions is None else positions[0]
     stop = min(first + q_len, bound_layer.max_length)
     if not structure.causal:
         stop = first + q_len if structure.kv_len <= bound_layer.max_length else first

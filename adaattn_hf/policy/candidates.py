@@ -64,8 +64,8 @@ def candidates(setting: Setting) -> Candidates:
     refuse_unknown(setting.families)
 
     def parts_of(kinds: Sequence[type[Part]]) -> list[Part]:
-        asked = [kind for kind in kinds if not set(kind.families).isdisjoint(setting.families)]
-        return [part for kind in asked for part in kind.candidates(setting)]
+        wanted = [kind for kind in kinds if not set(kind.families).isdisjoint(setting.families)]
+        return [part for kind in wanted for part in kind.candidates(setting)]
 
     keys, alone, crossing = parts_of(all_keys()), list[Part](), list[Part]()
     if setting.memory:

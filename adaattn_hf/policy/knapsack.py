@@ -63,7 +63,7 @@ def of_units(
     `labels` `[units][choices]`, launches by `names` `[choices]`.
     """
     kinds = list(dict.fromkeys(map(tuple, labels)))
-    of_unit = [kinds.index(tuple(own)) for own in labels]
+    of_unit = [kinds.index(tuple(unit_labels)) for unit_labels in labels]
     lines = [[[table.price(*call, name) for name in kind] for kind in kinds] for call in calls]
     weights = np.array(list(calls.values()))[:, None, None]
     slopes = np.array([[[line.slope for line in kind] for kind in call] for call in lines]) * weights
@@ -186,5 +186,5 @@ def saving(picks: NDArray[np.int64], prices: Array, launches: Launches) -> NDArr
     """
     planned, exact = (shared_prices(one, prices, launches) for one in (picks, np.zeros_like(picks)))
     layers, of_unit = np.unique(launches.layer, return_inverse=True)
-    mine, full = (np.bincount(of_unit, price, len(layers)) for price in (planned, exact))
-    return np.where((mine < full * (1.0 - ROUNDING))[of_unit], picks, 0)
+    by_plan, by_exact = (np.bincount(of_unit, price, len(layers)) for price in (planned, exact))
+    return np.where((by_plan < by_exact * (1.0 - ROUNDING))[of_unit], picks, 0)

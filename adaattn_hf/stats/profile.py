@@ -62,9 +62,9 @@ def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[
     spare = -kv_len % BLOCK
     blocks = torch.nn.functional.pad(weights, (0, spare)).unflatten(-1, (-1, BLOCK)).sum(-1)
     reachable = torch.nn.functional.pad(seen, (0, spare)).unflatten(-1, (-1, BLOCK)).any(-1).sum(-1)
-    held = blocks.sort(dim=-1, descending=True).values.cumsum(-1)
+    cumulated = blocks.sort(dim=-1, descending=True).values.cumsum(-1)
     for share in DENSITIES:
-        needed = (held < share * held[..., -1:] * (1 - 1e-6)).sum(-1) + 1
+        needed = (cumulated < share * cumulated[..., -1:] * (1 - 1e-6)).sum(-1) + 1
         density = needed.to(weights.dtype) / reachable.clamp(min=1)
         statistics[f"block_density_{round(100 * share)}"] = torch.where(
             reachable > 0, density.clamp(max=1.0), torch.zeros_like(density)

@@ -38,14 +38,14 @@ def of_transformers(task: Any) -> Work:
     torch, library = import_module("torch"), import_module("transformers")
     torch.set_num_threads(task["threads"])
     torch.set_grad_enabled(False)
-    own: Any = import_module("adaattn_hf") if task["engine"].startswith("adaattn") else None
-    asked = {"attn_implementation": task["engine"], "dtype": getattr(torch, task["dtype"]), **task["loading"]}
-    model = getattr(library, task["class"]).from_pretrained(task["directory"], **asked).eval()
-    prepared = own is not None and task["prepared"] and own.prepare(model) is not None
+    package: Any = import_module("adaattn_hf") if task["engine"].startswith("adaattn") else None
+    loading = {"attn_implementation": task["engine"], "dtype": getattr(torch, task["dtype"]), **task["loading"]}
+    model = getattr(library, task["class"]).from_pretrained(task["directory"], **loading).eval()
+    prepared = package is not None and task["prepared"] and package.prepare(model) is not None
     if not task["causal"]:
         return _encoder(task, model)
     ids, static = torch.tensor(task["texts"], dtype=torch.int64, device="cpu"), "StaticCache" in task["how"]
-    kind = library.StaticCache if static else own.GrowingCache if prepared else library.DynamicCache
+    kind = library.StaticCache if static else package.GrowingCache if prepared else library.DynamicCache
     sizes = {"max_cache_len": ids.shape[1] + task["room"]} if static else {}
 
     def read(tokens: Any, past: Any = None) -> list[Any]:
@@ -91,9 +91,9 @@ def of_optimum(task: Any) -> Work:
 def of_llama(task: Any) -> Work:
     """A file of llama.cpp as it is: it reads a prompt, or steps behind it."""
     library, (ids,), step = import_module("llama_cpp"), task["texts"], task["step"]
-    asked = {"n_ctx": len(ids) + task["room"], "flash_attn": task["variant"] != "plain"}
-    asked |= dict.fromkeys(("n_threads", "n_threads_batch"), task["threads"])
-    model = library.Llama(task["gguf"], verbose=False, **asked)
+    settings = {"n_ctx": len(ids) + task["room"], "flash_attn": task["variant"] != "plain"}
+    settings |= dict.fromkeys(("n_threads", "n_threads_batch"), task["threads"])
+    model = library.Llama(task["gguf"], verbose=False, **settings)
 
     def read(tokens: list[int], past: int) -> list[Any]:
         model.n_tokens = past
@@ -102,8 +102,8 @@ def of_llama(task: Any) -> Work:
 
     if step:
         read(ids, 0)
-    asked |= {"n_batch": model.n_batch, "file": Path(task["gguf"]).name}
-    return lambda: read(ids[:1] if step else ids, model.n_tokens if step else 0), asked
+    settings |= {"n_batch": model.n_batch, "file": Path(task["gguf"]).name}
+    return lambda: read(ids[:1] if step else ids, model.n_tokens if step else 0), settings
 
 
 def peak_bytes() -> int:

@@ -101,20 +101,20 @@ def read_grid(path: Path | None = None, device: str = "cpu", rivals: Path | None
         slower = data.get("slower", {}).get(device, "")
         return Grid(tuple(cells), data["models"], tuple(data["stock"]), slower, rivals)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        found = f"{path} is no grid ({type(error).__name__}: {error})"
-        raise UsageError(f"grid: {found}; expected YAML like eval/bench/bench.yaml") from error
+        wrong = f"{path} is no grid ({type(error).__name__}: {error})"
+        raise UsageError(f"grid: {wrong}; expected YAML like eval/bench/bench.yaml") from error
 
 
 def _cells(entry: Mapping[str, Any], data: Mapping[str, Any]) -> list[Cell]:
     values = {**data["defaults"], **data.get("shapes", {}).get(entry.get("shape"), {}), **entry}
     values.pop("shape", None)
     dtypes = values.pop("dtypes")
-    known = {field.name for field in fields(Cell)}
-    unknown = sorted(set(values) - known)
+    expected = {field.name for field in fields(Cell)}
+    unknown = sorted(set(values) - expected)
     if unknown:
         raise UsageError(
             f"cell {entry.get('name')!r}: got the keys {', '.join(unknown)}, expected some of "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(expected))}"
         )
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return [Cell(dtype=dtype, **values) for dtype in dtypes]

@@ -22,18 +22,18 @@ def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> 
     A cell with `kv_len` is one decode step behind that many keys. The past stays as long as it is: what a step appends
     is taken back, which costs no cache anything.
     """
-    known = models[str(cell.model)]
+    recipe = models[str(cell.model)]
     dtype = getattr(torch, cell.dtype)
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, known.get("ids", 1000), (cell.batch, cell.q_len), generator=random, device="cpu").to(device)
+    ids = torch.randint(5, recipe.get("ids", 1000), (cell.batch, cell.q_len), generator=random, device="cpu").to(device)
     padding = padding_of(cell, device)
     weights: dict[str, Tensor] = {}
     pasts: list[Tensor] = []
 
     def model_of(implementation: str) -> transformers.PreTrainedModel:
-        config = getattr(transformers, known["config"])(**known["arguments"])
+        config = getattr(transformers, recipe["config"])(**recipe["arguments"])
         torch.manual_seed(0)
-        kind = getattr(transformers, known["class"])
+        kind = getattr(transformers, recipe["class"])
         with device:  # where random weights are drawn in no time
             model = kind._from_config(config, attn_implementation=implementation, dtype=dtype).to(device).eval()
         if weights:
@@ -51,7 +51,7 @@ def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> 
         if cell.kv_len is not None:
             return _step(cell, model, ids, pasts)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": padding}
-        if known["causal"]:
+        if recipe["causal"]:
             inputs["use_cache"] = cell.cached
         if cell.cached:
             inputs["logits_to_keep"] = 1
@@ -61,12 +61,12 @@ def model_works(cell: Cell, models: Mapping[str, Any], device: torch.device) -> 
 
         def work() -> Any:
             with torch.set_grad_enabled(cell.gradient):
-                found = model(**inputs)
+                output = model(**inputs)
             if cell.gradient:
-                found.loss.backward()
+                output.loss.backward()
                 model.zero_grad()
-                return found.loss.detach()
-            return found.logits if hasattr(found, "logits") else found.last_hidden_state
+                return output.loss.detach()
+            return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
         return work
 
@@ -86,11 +86,11 @@ def _step(cell: Cell, model: transformers.PreTrainedModel, ids: Tensor, pasts: l
         for layer, (keys, values) in enumerate(pasts):
             cache.update(keys, values, layer)
 
-    held = with_cache(model, cache)
+    cached = with_cache(model, cache)
 
     def work() -> Any:
         with torch.no_grad():
-            logits = model(ids, use_cache=True, **held).logits
+            logits = model(ids, use_cache=True, **cached).logits
             cache.crop(-cell.q_len)
         return logits
 

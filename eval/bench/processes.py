@@ -39,9 +39,9 @@ class Process:
         """Starts `arm.py` in the environment of a Python: isolated, as ours may have what that one lacks."""
         self.task, self.peak, self.log = task, 0, Path(task["answer"] + ".log")
         words, pipe = [str(python), "-I", str(SCRIPT)], subprocess.PIPE
-        told = os.environ | {"OMP_NUM_THREADS": str(task["threads"])}
+        environment = os.environ | {"OMP_NUM_THREADS": str(task["threads"])}
         with self.log.open("wb") as log:
-            self.child: Any = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, text=True, env=told)  # noqa: S603
+            self.child: Any = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=log, text=True, env=environment)  # noqa: S603
         weakref.finalize(self, lambda child: [end() for end in (child.kill, child.communicate)], self.child)
         self.runs = self.ask(json.dumps(task))
 
@@ -49,38 +49,38 @@ class Process:
         """Its answer to a line."""
         with contextlib.suppress(BrokenPipeError):
             print(line, file=self.child.stdin, flush=True)
-        if found := self.child.stdout.readline():
-            return dict(json.loads(found))
+        if answer := self.child.stdout.readline():
+            return dict(json.loads(answer))
         raise RuntimeError((self.log.read_text("utf-8", "replace").strip() or "it ended silently").splitlines()[-1])
 
     def seconds(self, repeats: int) -> Elapsed:
         """The time of a call, by the clocks of its process."""
-        found = self.ask(str(repeats))
-        self.peak = found["peak_bytes"]
-        return Elapsed(found["wall"], found["process"])
+        answer = self.ask(str(repeats))
+        self.peak = answer["peak_bytes"]
+        return Elapsed(answer["wall"], answer["process"])
 
     def __call__(self) -> Tensor:
         """What its first call gave, a row for each text: mean hidden states or logits."""
-        found: dict[int, Any] = {}
+        outputs: dict[int, Any] = {}
         with np.load(self.task["answer"]) as arrays:
             for rows, inputs, out in zip(self.task["rows"], self.task["batches"], arrays.values(), strict=True):
                 real = np.array(inputs["attention_mask"])[..., None]
-                found |= dict(zip(rows, out if out.ndim == 2 else (out * real).sum(1) / real.sum(1), strict=True))
-        return torch.from_numpy(np.stack([found[row] for row in sorted(found)]))
+                outputs |= dict(zip(rows, out if out.ndim == 2 else (out * real).sum(1) / real.sum(1), strict=True))
+        return torch.from_numpy(np.stack([outputs[row] for row in sorted(outputs)]))
 
 
 def process_works(cell: Cell, grid: Grid) -> Callable[[str], Process]:
     """Makes of an arm's name its process; docs/howto/benchmark.md has the names."""
-    known, place = grid.models[str(cell.model)], Path(tempfile.mkdtemp())
-    files = Path(os.path.expandvars(known.get("directory", place / "model")))
-    if "directory" in known and not files.is_dir():
-        raise UsageError(f"{cell.title}: got the model {known['directory']}, expected a directory; set the variable")
-    if "config" in known:
+    recipe, place = grid.models[str(cell.model)], Path(tempfile.mkdtemp())
+    files = Path(os.path.expandvars(recipe.get("directory", place / "model")))
+    if "directory" in recipe and not files.is_dir():
+        raise UsageError(f"{cell.title}: got the model {recipe['directory']}, expected a directory; set the variable")
+    if "config" in recipe:
         torch.manual_seed(0)
-        config = getattr(transformers, known["config"])(**known["arguments"])
-        getattr(transformers, known["class"])._from_config(config, dtype=torch.float32).save_pretrained(files)
-    texts = texts_of(cell, known, files)
-    key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:8]
+        config = getattr(transformers, recipe["config"])(**recipe["arguments"])
+        getattr(transformers, recipe["class"])._from_config(config, dtype=torch.float32).save_pretrained(files)
+    texts = texts_of(cell, recipe, files)
+    key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
 
     def make(name: str) -> Process:
         first, *how = name.split(", ")
@@ -92,10 +92,10 @@ def process_works(cell: Cell, grid: Grid) -> Callable[[str], Process]:
         task = {
             "engine": engine, "variant": variant, "how": how, "threads": torch.get_num_threads(), "room": ROOM,
             "dtype": next((one for one in how if hasattr(torch, one)), cell.dtype), "prepared": cell.prepared,
-            "rows": rows, "batches": [batch([texts[row] for row in own]) for own in rows], "texts": texts,
-            "class": known["class"], "causal": known["causal"], "scores": "Classification" in known["class"],
-            "step": cell.kv_len is not None, "loading": {"gguf_file": known["gguf"]} if "gguf" in known else {},
-            "directory": str(files), "gguf": str(files / known.get("gguf", "")), "exported": str(exported),
+            "rows": rows, "batches": [batch([texts[row] for row in numbers]) for numbers in rows], "texts": texts,
+            "class": recipe["class"], "causal": recipe["causal"], "scores": "Classification" in recipe["class"],
+            "step": cell.kv_len is not None, "loading": {"gguf_file": recipe["gguf"]} if "gguf" in recipe else {},
+            "directory": str(files), "gguf": str(files / recipe.get("gguf", "")), "exported": str(exported),
             "answer": str(place / f"{name}.npz"), "export": False,
         }  # fmt: skip
         if engine in ENGINES[:2] and not exported.exists():  # before, as the peak of that does not count

@@ -48,11 +48,11 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
         lines += ["## Not measured", "", "; ".join(absent) + ".", ""]
     refused: dict[tuple[str, str], list[str]] = {}
     for cell in report["cells"]:
-        for said in cell["refused"].items():
-            refused.setdefault(said, []).append(cell["title"])
+        for refusal in cell["refused"].items():
+            refused.setdefault(refusal, []).append(cell["title"])
     if refused:
-        said_of = (f"* {name} in {', '.join(titles)}: {why}" for (name, why), titles in refused.items())
-        lines += ["## Refused", "", *said_of, ""]
+        bullets = (f"* {name} in {', '.join(titles)}: {why}" for (name, why), titles in refused.items())
+        lines += ["## Refused", "", *bullets, ""]
     return "\n".join(lines)
 
 
@@ -80,9 +80,10 @@ def _race(cell: Mapping[str, Any]) -> list[str]:
     shape, best, runs, spread = cell["shape"], cell["best"], cell["runs"], "{:.4g} ({:.4g}–{:.4g})".format
     real = sum(shape["lengths"]) / shape["batch"] / shape["q_len"] if shape["lengths"] else 1
     versions = dict.fromkeys(" ".join(pair) for run in runs.values() for pair in run["versions"].items())
-    said = f"{real:.0%} of them real; {'not ' * (not shape['prepared'])}prepared. Best of stock: {best}."
+    conditions = f"{real:.0%} of them real; {'not ' * (not shape['prepared'])}prepared. Best of stock: {best}."
     head = ("arm", "ms", "its time over ours", "1 − least cosine to float32", "peak of the process, MiB", "settings")
-    lines = [f"## {cell['title']}", "", f"{shape['batch']} x {shape['kv_len']:,} tokens, {said} {', '.join(versions)}."]
+    size = f"{shape['batch']} x {shape['kv_len']:,} tokens"
+    lines = [f"## {cell['title']}", "", f"{size}, {conditions} {', '.join(versions)}."]
     lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, times in sorted(cell["times"].items(), key=lambda item: item[1]["wall"]["median"]):
         over = cell["ratios"].get(name, {"wall": dict.fromkeys(times["wall"], 1.0)})["wall"].values()
@@ -97,5 +98,5 @@ def _race(cell: Mapping[str, Any]) -> list[str]:
 def _ratio(entry: Mapping[str, Any] | None, clock: str) -> str:
     if entry is None:
         return "-"
-    found = entry[clock]
-    return f"{found['median']:.2f} [{found['quartile_25']:.2f}, {found['quartile_75']:.2f}]"
+    ratio = entry[clock]
+    return f"{ratio['median']:.2f} [{ratio['quartile_25']:.2f}, {ratio['quartile_75']:.2f}]"

@@ -13,17 +13,17 @@ import transformers
 from .grid import Cell
 
 
-def texts_of(cell: Cell, known: Mapping[str, Any], files: Path) -> list[list[int]]:
+def texts_of(cell: Cell, recipe: Mapping[str, Any], files: Path) -> list[list[int]]:
     """Tokens of each text: of the model's own `text` between its marks, or random."""
     lengths = cell.lengths or [cell.keys] * cell.batch
-    if "text" not in known:
+    if "text" not in recipe:
         random = torch.Generator().manual_seed(0)
-        most = known.get("ids", 1000)
+        most = recipe.get("ids", 1000)
         return [torch.randint(5, most, (n,), device="cpu", generator=random).tolist() for n in lengths]
     tokenizer = transformers.AutoTokenizer.from_pretrained(files)
-    text = Path(os.path.expandvars(known["text"])).read_text(encoding="utf-8")[: 16 * sum(lengths)]
+    text = Path(os.path.expandvars(recipe["text"])).read_text(encoding="utf-8")[: 16 * sum(lengths)]
     ids = iter(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    first, last = ([], []) if known["causal"] else ([tokenizer.cls_token_id], [tokenizer.sep_token_id])
+    first, last = ([], []) if recipe["causal"] else ([tokenizer.cls_token_id], [tokenizer.sep_token_id])
     return [[*first, *(next(ids) for _ in range(n - len(first + last))), *last] for n in lengths]
 
 

@@ -60,16 +60,16 @@ def ways(cell: Cell, grid: Grid, device: torch.device) -> Callable[[str], Work]:
 
 def shape_of(cell: Cell, grid: Grid) -> dict[str, Any]:
     """The shape of a cell's work as fields of its record; of whole models their configuration."""
-    known = asdict(cell)
+    shape = asdict(cell)
     for name in ("name", "level", "dtype", "floor", "without", "arms"):
-        del known[name]
-    known["kv_len"] = cell.keys
+        del shape[name]
+    shape["kv_len"] = cell.keys
     if cell.model is not None:
         for name in ("layers", "heads", "kv_heads", "head_dim"):
-            del known[name]
+            del shape[name]
         model = grid.models[cell.model]
-        known["configuration"] = model.get("arguments") or {"directory": Path(model.get("directory", "")).name}
-    return known
+        shape["configuration"] = model.get("arguments") or {"directory": Path(model.get("directory", "")).name}
+    return shape
 
 
 def error_of(cell: Cell, device: torch.device) -> Callable[[Tensor], float] | None:
@@ -104,8 +104,8 @@ def trace(works: Mapping[str, Work], directory: Path, title: str, device: torch.
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     directory.mkdir(parents=True, exist_ok=True)
     for name, work in works.items():
-        own = spans() if name.startswith("adaattn") else contextlib.nullcontext()
-        with torch.profiler.profile(activities=kinds) as seen, own:
+        marked = spans() if name.startswith("adaattn") else contextlib.nullcontext()
+        with torch.profiler.profile(activities=kinds) as seen, marked:
             work()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

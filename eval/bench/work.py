@@ -90,8 +90,8 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
 def structure_of(cell: Cell, device: torch.device) -> MaskStructure:
     """What each query of a cell may see."""
     mask = _mask_maker(cell, device)("adaattn", _Layer(cell, "adaattn").config)
-    found: MaskStructure = mask.structure
-    return found
+    structure: MaskStructure = mask.structure
+    return structure
 
 
 def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:

@@ -16,13 +16,13 @@ _SAMPLE = "text-sample"
 
 
 def _data(*parts: str) -> Path:
-    found = resources.files(__name__).joinpath(*parts)
-    if not isinstance(found, Path) or not found.exists():
+    path = resources.files(__name__).joinpath(*parts)
+    if not isinstance(path, Path) or not path.exists():
         raise FileNotFoundError(
-            f"demo data: {found} is not a file, expected the installed package's: "
+            f"demo data: {path} is not a file, expected the installed package's: "
             "install adaattn-hf from its wheel or sdist, unzipped"
         )
-    return found
+    return path
 
 
 DEMO_MODELS = ("gpt2", "llama", "bert")

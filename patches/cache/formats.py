@@ -36,18 +36,17 @@ class Format:
     per_sequence: tuple[str, ...] = ()
     is_numbers = True
 
-    def store(self, keys: Tensor, values: Tensor, room: Room) -> Store:
-        """An empty store for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`."""
+    def store(self, keys: Tensor, values: Tensor, room: Room, tokens: int = 0) -> Store:
+        """An empty store for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`, with room for so many."""
         sizes, dtypes = widths(keys.shape[3], values.shape[3]), {"k": keys.dtype, "v": values.dtype}
-        empty = {
-            name: torch.empty(
-                (*keys.shape[:2], 0, *(sizes[letter] for letter in extent)),
-                dtype=dtype or dtypes[extent],
-                device=keys.device,
-            )
-            for name, (dtype, extent) in self.parts.items()
-        }
-        return Store(empty, room)
+        size = room.reserve if tokens <= room.reserve else room.size(tokens)
+        extents, rooms = (*keys.shape[:2], size), {}
+        # what is made in inference mode could not be written to outside of it
+        with torch.inference_mode(False):
+            for name, (dtype, extent) in self.parts.items():
+                channels = [sizes[letter] for letter in extent]
+                rooms[name] = torch.empty((*extents, *channels), dtype=dtype or dtypes[extent], device=keys.device)
+        return Store(rooms, room)
 
     def restored(self, held: Mapping[str, Tensor], room: Room) -> Store:
         """A store that holds what `Store.held` gave."""

@@ -7,6 +7,7 @@ codes hands on what stands for them (`StoredTensor`), but for a prompt, which is
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,10 @@ class CachedLayer(DynamicLayer):
         """Make room for tokens shaped like these. ValueError if values have too few channels for the format."""
         check_channels(self.stored, value_states.shape[3])
         self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
-        self.store = self.format.store(key_states, value_states, self.room)
+        # a window's worth, as more is not kept; under autograd tokens are concatenated, into no room
+        tokens = min(key_states.shape[2], (self.sliding_window or sys.maxsize) - 1)
+        tokens = 0 if self.format.is_numbers and torch.is_grad_enabled() else tokens
+        self.store = self.format.store(key_states, value_states, self.room, tokens)
 
     # ---------------- what is held
     @property

@@ -52,6 +52,11 @@ class Room(NamedTuple):
             )
         return cls(reserve if max_cache_len is None else max_cache_len, growth, max_cache_len)
 
+    def size(self, tokens: int) -> int:
+        """How many tokens a new room for so many has place for."""
+        size = max(self.reserve, BLOCK * math.ceil(tokens * self.growth / BLOCK))
+        return size if self.limit is None else min(size, max(self.limit, tokens))
+
     def check(self, length: int) -> None:
         """Refuse more tokens than `max_cache_len` says (ValueError)."""
         if self.limit is not None and length > self.limit:
@@ -72,19 +77,16 @@ class Store:
         count: Tokens held, of a ring those that came, as a tensor on the device, of a fixed room; else None.
     """
 
-    def __init__(self, empty: Mapping[str, Tensor], room: Room) -> None:
-        """Holds no token; `empty` gives the parts' names, and all extents but the length."""
-        self.room = room
-        self.rooms: dict[str, Tensor] = dict(empty)
+    def __init__(self, rooms: dict[str, Tensor], room: Room) -> None:
+        """Holds no token yet in these rooms, which are its own."""
+        self.room, self.rooms = room, rooms
         self.per_sequence: dict[str, Tensor] = {}
         self.count: Tensor | None = None
         self._start = 0
         self._stop: int | None = 0
-        self._move(empty.values(), room.reserve)
         if room.fixed:
-            first = next(iter(self.rooms.values()))
             with torch.inference_mode(False):
-                self.count = torch.zeros((), dtype=torch.int64, device=first.device)
+                self.count = torch.zeros((), dtype=torch.int64, device=self.device)
 
     # ---------------- what is held
     def __len__(self) -> int:
@@ -121,7 +123,7 @@ class Store:
     def take(self, held: Mapping[str, Tensor]) -> None:
         """Fill this empty store with what `held` gave."""
         parts = [held[name] for name in self.rooms]
-        self._move(parts, self._size(parts[0].shape[2]))
+        self._move(parts, self.room.size(parts[0].shape[2]))
         self._counted()
         self.per_sequence = {name: tensor for name, tensor in held.items() if name not in self.rooms}
 
@@ -142,7 +144,7 @@ class Store:
         """Hold `count` tokens more behind what is there, to be written at once; returns `views`, a fixed room whole."""
         length = len(self) + count
         if self.count is None and length > self.capacity:
-            self._move(self.views(), self._size(length))
+            self._move(self.views(), self.room.size(length))
         self._stop = self._start + length
         self._counted()
         return self.views() if self.count is None else list(self.rooms.values())
@@ -154,10 +156,6 @@ class Store:
     def _counted(self) -> None:
         if self.count is not None and self.room.ring is None:
             self.count.fill_(len(self))
-
-    def _size(self, tokens: int) -> int:
-        size, limit = max(self.room.reserve, BLOCK * math.ceil(tokens * self.room.growth / BLOCK)), self.room.limit
-        return size if limit is None else min(size, max(limit, tokens))
 
     def _move(self, views: Iterable[Tensor], size: int, device: torch.device | str | None = None) -> None:
         """Copy tokens into rooms of their own, of `size` tokens at least."""
@@ -185,7 +183,7 @@ class Store:
         length = len(self)
         if length > keep:
             self._start += length - keep
-        size = self._size(len(self) + 1)
+        size = self.room.size(len(self) + 1)
         # not at once, so that drafts that come and go move nothing
         if 2 * (self._start + self.capacity) > 3 * size:
             self._move(self.views(), size)

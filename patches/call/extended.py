@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import output_capturing
 
-from adaattn_hf.attention.call import AttentionCall, check_tensors, in_one_batch, one_dtype, restored
+from adaattn_hf.attention.call import AttentionCall, in_one_batch, one_dtype, restored
 from adaattn_hf.attention.listeners import Listener, ask, listeners, show
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import holds_no_memory, transient
@@ -105,7 +105,12 @@ def _read(
 ) -> None:
     # gives a call its structure, and its tensors one dtype and batch
     query, key, value, bias, scaling = call.query, call.key, call.value, call.bias, call.scaling
-    check_tensors(query, key, value)
+    # a setting of GPT-2, read from `__dict__` because a failing `Module.__getattr__` is slow
+    upcasts = bool(module.__dict__.get("reorder_and_upcast_attn"))
+    if call.stored is None and not streams:
+        query, key, value = one_dtype(query, key, value, upcasts)
+    else:
+        query, _, _ = one_dtype(query, query, query, upcasts)
     if not (
         (mask is None or isinstance(mask, StructuredMask))
         and bias is None
@@ -116,12 +121,6 @@ def _read(
         from .refusals import check_call
 
         check_call(module, query, key, mask, bias, scaling, sliding_window, kwargs)
-    # a setting of GPT-2, read from `__dict__` because a failing `Module.__getattr__` is slow
-    upcasts = bool(module.__dict__.get("reorder_and_upcast_attn"))
-    if call.stored is None and not streams:
-        query, key, value = one_dtype(query, key, value, upcasts)
-    else:
-        query, _, _ = one_dtype(query, query, query, upcasts)
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = in_one_batch(query, key, value)
     structure, added = _read_mask(module, query.shape, key.shape, mask, is_causal)
@@ -242,7 +241,8 @@ def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[Bo
         dropped = (positions[:, -1] - call.structure.kv_len + 1).clamp_min(0)
         call = replace(call, structure=call.structure.with_changes(dropped=dropped))
     if compiling:
-        if bound_layer.is_exact_for(call.query.shape[2]):
+        bound_layer = bound_layer.of_call(call.key.shape[1], call.query.shape[2])
+        if bound_layer is None:
             return None, call
         chunks = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         if chunks and any(choice.keys is not None for choice in bound_layer.plan.choices):

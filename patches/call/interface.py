@@ -161,10 +161,10 @@ def attend_ordinary(
     config = fields.get("config")
     raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
     if raw is not None:
-        asked = settings_of(raw, LAYER in fields)
-        if asked.monitor or asked.shadow or (asked.plan is not None and LAYER not in fields):
+        settings = settings_of(raw, LAYER in fields)
+        if settings.monitor or settings.shadow or (settings.plan is not None and LAYER not in fields):
             return None  # also where it is said that a plan is not bound
-        backend = asked.backend if backend is None else backend
+        backend = settings.backend if backend is None else backend
     call.structure = structure
     # as `layer_of` does, without a call where no block is open
     bound_layer: BoundLayer | None = fields.get(LAYER) if instead() is None else layer_of(module)
@@ -172,9 +172,9 @@ def attend_ordinary(
         bound = None if module.training or bound_layer.owner is None else bound_layer.owner()
         if bound is None or get_ident() not in bound.threads:
             return None
-        few, speaks = bound_layer.speaks_for(structure)
+        decode, speaks = bound_layer.speaks_for(structure)
         # a step over pages knows its lengths on the device alone
-        if isinstance(few, Tensor) or (speaks is None and not (structure.paged and structure.window is None)):
+        if isinstance(decode, Tensor) or (speaks is None and not (structure.paged and structure.window is None)):
             return None
         if speaks is not False:
             if (
@@ -185,7 +185,7 @@ def attend_ordinary(
                 return None
             if call.stored is not None:
                 bound_layer = bound_layer.for_quantised_cache
-            launch = bound_layer.decode if few else bound_layer.prefill
+            launch = bound_layer.decode if decode else bound_layer.prefill
             if not launch.whole:
                 return None
             call.per_head = launch.rules if speaks else launch.ending

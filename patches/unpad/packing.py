@@ -83,6 +83,10 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
         return "its head reads a place that the mask hides"
     if layout.tokens > getattr(config, "keep_window_size", layout.tokens):
         return "it chooses keys among those of all packed rows, where they are more than keep_window_size"
+    if getattr(config, "attn_temperature_tuning", False) and max(layout.tokens, layout.length) >= config.floor_scale:
+        return "it scales queries by columns of the row, from floor_scale on"
+    if getattr(config, "token_dropout", False) and ids is not None and bool((ids == config.mask_token_id).any()):
+        return "it scales a row by its share of masked tokens, which one packed row has not"
     windows = ("sliding_window", "attention_chunk_size", "local_attention")
     if not layout.contiguous and any(getattr(config, name, None) for name in windows):
         return "padding between real tokens, where a window counts columns"
@@ -95,7 +99,21 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
             fits = value.ndim == 0 or value.shape[:2] == (layout.batch, layout.length)
         if not fits:
             return f"{name} has shape {list(value.shape)}, which is not [batch, length, ...]"
+    if _turned_by_padding(arguments.get("position_ids"), layout, config):
+        return "its rotary embeddings go by the largest position of a pass, which is at padding"
     return layout
+
+
+def _turned_by_padding(positions: Tensor | None, layout: PackedLayout, config: Any) -> bool:
+    # whether frequencies that Transformers sets anew in each pass (dynamic, longrope) would be others without padding
+    said, most = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", None) or 0
+    ropes = [one for one in (said, *said.values()) if isinstance(one, Mapping)]  # some families have one per layer type
+    moving = [one for one in ropes if "dynamic" in (kind := str(one.get("rope_type"))) or kind == "longrope"]
+    if not moving:
+        return False
+    given = torch.arange(layout.length, device="cpu")[None] if positions is None else positions
+    last, real = int(given.max()), int(layout.pack(given.expand(layout.batch, layout.length)).max())
+    return last != real and last + 1 >= min(one.get("original_max_position_embeddings") or most for one in moving)
 
 
 def _last_is_real(ids: Tensor | None, mask: Tensor, pad: int | None) -> bool:

@@ -8,41 +8,69 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hf
 
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.patches.checkpoint import resolve_device
 
-from .jobs import BIG, QWEN05, QWEN15, ROUNDS, Job, encoders, measure, noted, prompt, steps, told
+from .jobs import BIG, LLAMA8, QWEN05, QWEN15, ROUNDS, Job, Shape, encoders, measure, noted, prompt, steps, told
 from .served import requests, training
 
 UNSORTED = (512, 210, 120, 80, 60, 40, 31, 12)
 SORTED = (128, 126, 125, 124, 122, 121, 120, 118)
 Make = Callable[[torch.device, str | None], Job]
-LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+LARGE: Any = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+XLMR = partial(hf.XLMRobertaConfig, vocab_size=250002, type_vocab_size=1)
+BERT: Shape = "BERT-base", hf.BertModel, hf.BertConfig()
+BERT_LARGE: Shape = "BERT-large", hf.BertModel, hf.BertConfig(**LARGE)
+MODERN: Shape = "ModernBERT-base's shape", hf.ModernBertModel, hf.ModernBertConfig()
+BGE_M3: Shape = "BGE-M3's shape", hf.XLMRobertaModel, XLMR(**LARGE, max_position_embeddings=8194)
+EMBEDDER: Shape = "XLM-R base's shape", hf.XLMRobertaModel, XLMR(max_position_embeddings=514)
+RERANKER: Shape = "Reranker of XLM-R base's shape", hf.XLMRobertaForSequenceClassification, EMBEDDER[2]
+PAIRS = {"reranker": RERANKER, "embedder": EMBEDDER, "modernbert": MODERN}
+
+
+def shuffled(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The lengths in no order."""
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0)).tolist()
+    return tuple(lengths[at] for at in order)
 
 
 def spread(rows: int) -> tuple[int, ...]:
     """Lengths of so many texts up to 512 tokens, mostly short, in no order: 37 % of a padded batch is real."""
-    lengths = [max(12, round(512 * (row / rows) ** 1.7)) for row in range(1, rows + 1)]
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).tolist()
-    return tuple(lengths[at] for at in order)
+    return shuffled([max(12, round(512 * (row / rows) ** 1.7)) for row in range(1, rows + 1)])
 
 
-SLOW = "2.3 times our time in the attention of a 16k prompt (docs/results/gpu.md), and compiled anew for every shape"
-COMPILED = {
-    "flex_attention": "slower than sdpa in the attention of 4k (BENCHMARKS.md), and compiled anew for every shape"
-}
+def pairs(rows: int) -> tuple[int, ...]:
+    """Lengths of so many queries with a passage of MS MARCO's kind, in no order: assumed, not counted."""
+    # quantiles of a log-normal: median 80 tokens, 88 % below 160, one in a thousand above 512, where it is cut
+    normal = statistics.NormalDist(math.log(80), 0.6)
+    return shuffled([min(512, round(math.exp(normal.inv_cdf((row + 0.5) / rows)))) for row in range(rows)])
+
+
+ANEW = "and compiled anew for every shape"
+SLOW = f"2.3 times our time in the attention of a 16k prompt (docs/results/gpu.md), {ANEW}"
+COMPILED = {"flex_attention": f"slower than sdpa in the attention of 4k (BENCHMARKS.md), {ANEW}"}
 LEFT_OUT = {"flex_attention": SLOW, "eager": BIG}
+MASKED = {"sdpa": "its mask has a place for every key of every request; it is timed behind shorter prompts"}
+
+
+def _encoders(shape: Shape, lengths: Sequence[int], *more: Any, absent: Mapping[str, str] = LEFT_OUT) -> Make:
+    return lambda device, _: encoders(device, lengths, shape, absent, *more)
+
+
 CPU: dict[str, Make] = {
-    f"{kind} {dtype}": partial(lambda device, _, of, to: encoders(device, of, to, {}), of=lengths, to=dtype)
+    f"{kind} {dtype}": _encoders(BERT, lengths, dtype, 0, True, absent={})
     for kind, lengths in (("unsorted", UNSORTED), ("sorted", SORTED), ("query", (14,)))
     for dtype in ("float32", "bfloat16")
 }
@@ -54,10 +82,6 @@ CPU |= {
 }
 
 
-def _encoders(rows: int, sizes: Mapping[str, Any], alone: bool, absent: Mapping[str, str]) -> Make:
-    return lambda device, _: encoders(device, spread(rows), "bfloat16", sizes, alone, absent)
-
-
 def _prompt(batch: int, length: int, absent: Mapping[str, str], left: bool = False) -> Make:
     return lambda device, of: prompt(device, batch, length, QWEN15, of, left, absent)
 
@@ -67,9 +91,19 @@ def _steps(batch: int, length: int) -> Make:
 
 
 CELLS: dict[str, Make] = CPU | {
-    "gpu encoder large 64": _encoders(64, LARGE, False, {}),
-    "gpu encoder base 32": _encoders(32, {}, True, {"flex_attention": SLOW}),
-    "gpu encoder large 256": _encoders(256, LARGE, False, LEFT_OUT),
+    "gpu encoder large 64": _encoders(BERT_LARGE, spread(64), absent={}),
+    "gpu encoder base 32": _encoders(BERT, spread(32), "bfloat16", 0, True, absent={"flex_attention": SLOW}),
+    "gpu encoder large 256": _encoders(BERT_LARGE, spread(256)),
+    **{
+        f"gpu {name} {count}{more}": _encoders(shape, pairs(count), *how)
+        for name, shape in PAIRS.items()
+        for count, more, *how in ((64, ""), (256, ""), (256, " float16", "float16"), (256, " sorted", "bfloat16", 32))
+    },
+    **{
+        f"gpu long encoder {shape[0].partition('-')[0].lower()}{more}": _encoders(shape, lengths)
+        for shape in (BGE_M3, MODERN)
+        for more, lengths in (("", (8192,) * 4), (" unequal", (8192, 2048, 6144, 4096)))
+    },
     "gpu prompt 2k": _prompt(1, 2048, {"flex_attention": SLOW}),
     "gpu prompt 16k": _prompt(1, 16384, LEFT_OUT),
     "gpu prompt 8 x 4k left-padded": _prompt(8, 4096, {"eager": BIG}, True),
@@ -79,7 +113,11 @@ CELLS: dict[str, Make] = CPU | {
     "gpu step 8 x 4k": _steps(8, 4000),
     "gpu training": lambda device, _: training(device, 16, 1024),
     **{f"gpu requests {count}": partial(requests, count=count) for count in (8, 32)},
-    **{f"gpu requests {count} x 8k": partial(requests, count=count, prompt=8192) for count in (8, 32)},
+    **{f"gpu requests {count} x 8k": partial(requests, count=count, prompt=8000, absent=MASKED) for count in (8, 32)},
+    **{
+        f"gpu requests {count} x 32k 8B": partial(requests, count=count, prompt=32700, sizes=LLAMA8, absent=MASKED)
+        for count in (4, 8)
+    },
 }
 """All cells by name; those of a GPU begin with `gpu`."""
 
@@ -109,8 +147,7 @@ def main() -> None:
         job.after()
         del job
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         write_atomically(file, json_text(kept | {name: record}, indent=1, sort_keys=True) + "\n")
         told(name, time.perf_counter() - began, record)
 

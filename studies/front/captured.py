@@ -9,10 +9,8 @@ random. FILE is kept and added to; `--page DIR` writes `steps.json` and `steps.m
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -33,7 +31,23 @@ from adaattn_hf.plans.choices import Choice, Window
 from adaattn_hf.plans.plan import PLAN_FORMAT, LayerPlan, Plan
 
 from ..pages import table
-from .jobs import CACHES, QWEN15, ROUNDS, SHARED, Arm, Job, _captured, _filled, _step, measure, noted, shaped, told, way
+from .jobs import (
+    CACHES,
+    QWEN15,
+    ROUNDS,
+    Arm,
+    Job,
+    _captured,
+    _filled,
+    _step,
+    language,
+    measure,
+    noted,
+    step,
+    told,
+    twin,
+    way,
+)
 from .page import seconds, speedup, traced
 
 WINDOW, SINKS, SPARE = 1024, 4, 64
@@ -44,7 +58,7 @@ CODES = {"int8": 258 / 512, "k8v4": 194 / 512}
 
 def planned(model: Any, tokens: int) -> Any:
     """A copy of a model under the stated plan, which speaks for so many tokens."""
-    model = copy.deepcopy(model)
+    model = twin(model)
     modules, config = dict(attention_modules(model, model.config.model_type)), model.config
     window = Choice.of(Window(min(WINDOW, tokens // 4), SINKS))
     choices = tuple(window if head % 2 else Choice.of() for head in range(config.num_key_value_heads))
@@ -83,13 +97,11 @@ def _behind(past: Any, tokens: int) -> None:
             layer.cumulative_length.fill_(tokens)
 
 
-def jobs(
-    device: torch.device, sizes: Mapping[str, Any], rows: int, lengths: list[int], only: list[str]
-) -> Iterator[Job]:
-    """A job for each length, longest last, of the arms in `only`, or all; models, caches and graphs are made once."""
+def jobs(device: torch.device, sizes: Mapping[str, Any], rows: int, lengths: list[int]) -> Iterator[Job]:
+    """A job for each length, longest last; models, caches and graphs are made once."""
     room = max(lengths) + SPARE
-    dynamic = shaped(dict(sizes) | SHARED, device)
-    exact, static = copy.deepcopy(dynamic), copy.deepcopy(dynamic)
+    dynamic = language(device, sizes, None)
+    exact, static = twin(dynamic), twin(dynamic)
     exact.set_attn_implementation("adaattn")
     plan, token = planned(exact, room), torch.ones(rows, 1, dtype=torch.long, device=device)
 
@@ -111,8 +123,7 @@ def jobs(
 
     def again(name: str, model: Any, make: Any, tokens: int) -> None:
         if name not in kept:
-            sys.stdout.write(f"{time.perf_counter():.0f} s: {name}\n")
-            sys.stdout.flush()
+            print(f"{time.perf_counter():.0f} s: {name}", flush=True)
             past = make()
             steps = device.type == "cuda" and past.is_compileable
             kept[name] = past, _captured(model, token, past) if steps else partial(_step, model, token, past)
@@ -127,37 +138,15 @@ def jobs(
             shares[name] = share * ((1 + min(1.0, (WINDOW + SINKS) / tokens)) / 2 if windows else 1.0)
         of = EXACT, *makes[EXACT][:2]
         arms[EMPTY] = Arm(partial(run, EXACT), partial(again, *of, 0))
-        grown: dict[str, Any] = {}
         for name in ("sdpa", "flash_attention_2"):
-
-            def grow(name: str = name, grown: dict[str, Any] = grown, tokens: int = tokens) -> None:
-                if name not in grown:
-                    grown[name] = _filled(dynamic, CACHES["DynamicCache"], rows, tokens, room)
-                _step(dynamic, token, grown[name])
-
-            arms[f"{name}, DynamicCache"] = way(dynamic, grow, name)
+            work = step(dynamic, "DynamicCache", token, rows, tokens, room)
+            arms[f"{name}, DynamicCache"] = way(dynamic, work, name)
         of = "sdpa", static, partial(_filled, static, CACHES["StaticCache"], rows, room, room)
         fits = tokens == max(lengths)  # it reads all of its room, whatever is in it
-        arms["sdpa, StaticCache"] = (
-            Arm(partial(run, of[0]), partial(again, *of, tokens)) if fits else "reads its whole room"
-        )
-        arms = {name: arm for name, arm in arms.items() if not only or name in (*only, EXACT, EMPTY)}
-        yield Job(
-            f"Qwen2.5-1.5B's shape, {sizes['num_hidden_layers']} layers, a token behind {rows} x {tokens:,} tokens",
-            {"timed": "whole model", "dtype": "bfloat16", "room": room, "shares": shares}, arms, 5,
-        )  # fmt: skip
-
-
-def profile(arm: Arm) -> dict[str, list[float]]:
-    """Launches of a step's kernels and their microseconds, by name, the longest first."""
-    assert arm.before is not None
-    arm.before()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        arm.call()
-        torch.cuda.synchronize()
-    events = sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)
-    return {event.key[:60]: [event.count, round(event.self_device_time_total, 1)] for event in events[:14]}
+        own = Arm(partial(run, of[0]), partial(again, *of, tokens))
+        arms["sdpa, StaticCache"] = own if fits else "reads its whole room"
+        title = f"Qwen2.5-1.5B's shape, {sizes['num_hidden_layers']} layers, a token behind {rows} x {tokens:,} tokens"
+        yield Job(title, {"timed": "whole model", "dtype": "bfloat16", "room": room, "shares": shares}, arms, 5)
 
 
 def page(cells: Mapping[str, Any]) -> str:
@@ -177,10 +166,8 @@ def page(cells: Mapping[str, Any]) -> str:
             least, ratio, most = speedup(cell, EXACT, name)
             bound = f"{times[EXACT] / (times[EMPTY] + shares[name] * rest):.2f}" if name in shares else "–"
             busy = f"{cell['arms'][name]['kernels'] / middle:.0%}" if "kernels" in cell["arms"][name] else "–"
-            rows.append(
-                (name, f"{1e3 * middle:.3f} ({low:.3f}–{high:.3f})", busy,
-                 f"{ratio:.2f} ({least:.2f}–{most:.2f})", bound)
-            )  # fmt: skip
+            gain = f"{ratio:.2f} ({least:.2f}–{most:.2f})"
+            rows.append((name, f"{1e3 * middle:.3f} ({low:.3f}–{high:.3f})", busy, gain, bound))
         lines += [f"## {cell['says'].rpartition('behind ')[2]}", ""]
         lines += table(("arm", "ms (quartiles)", "GPU busy", "times as fast as exact", "at most"), rows)
         lines += [f"* {name}: not timed, {arm['absent']}" for name, arm in cell["arms"].items() if "absent" in arm]
@@ -196,7 +183,6 @@ def main() -> None:
     words.add_argument("lengths", type=int, nargs="*", help="tokens behind which they step")
     words.add_argument("--rounds", type=int, default=ROUNDS, help="fewer for a trial")
     words.add_argument("--layers", type=int, default=28, help="fewer for a trial, whose graphs compile sooner")
-    words.add_argument("--arm", action="append", default=[], help="beside exact attention; all by default")
     words.add_argument("--page", type=Path, help="directory of steps.json and steps.md")
     asked = words.parse_args()
     kept = json.loads(asked.file.read_text(encoding="utf-8")) if asked.file.is_file() else {}
@@ -205,14 +191,9 @@ def main() -> None:
     sizes = {**QWEN15, "num_hidden_layers": asked.layers}
     if device.type == "cpu":
         sizes |= {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
-    for job in jobs(device, sizes, asked.rows, asked.lengths, asked.arm) if asked.lengths else ():
+    for job in jobs(device, sizes, asked.rows, asked.lengths) if asked.lengths else ():
         began = time.perf_counter()
-        arms = measure(job, device, asked.rounds)
-        for name, found in arms.items():
-            arm = job.arms[name]
-            if isinstance(arm, Arm) and "kernels" in found and arm.before is not None:
-                found["profile"] = profile(arm)
-        kept[job.says] = noted(job, device, arms)
+        kept[job.says] = noted(job, device, measure(job, device, asked.rounds))
         write_atomically(asked.file, json_text(kept, indent=1, sort_keys=True) + "\n")
         told(job.says, time.perf_counter() - began, kept[job.says])
     if asked.page:

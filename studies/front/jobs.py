@@ -10,16 +10,15 @@ import copy
 import datetime
 import json
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, DynamicCache, LlamaConfig, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 from adaattn_hf import prepare
 from adaattn_hf.eval.provenance import provenance
@@ -27,41 +26,33 @@ from adaattn_hf.eval.timing import turn
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.stats.stopwatch import timed
 
-FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError, NotImplementedError)
+FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError, MemoryError)
 """What a call that a machine or a version cannot run ends in."""
 ROUNDS = 15
 STOCK = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_4")
+FLAT = "flash_attention_2, unpadded"
 QWEN05 = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
 QWEN15 = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+LLAMA8 = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA8 |= {"num_key_value_heads": 8, "vocab_size": 128256}
 SHARED = {"num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768 + 4096}
 BIG = "writes whole score matrices"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to do a job.
-
-    Attributes:
-        call: The work; with `clocks` it returns the seconds that count.
-        before: What is not timed.
-        clocks: Whether the work reads the clock itself.
-    """
+    """One way to do a job: `before`, which is not timed, and the work, which with `clocks` returns its seconds."""
 
     call: Callable[[], Any]
-    before: Callable[[], Any] | None = None
+    before: Callable[[], Any] = lambda: None
     clocks: bool = False
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a cell times.
+    """What a cell times: what ran, in a row's words, under which conditions, and ways to do it, or why there is none.
 
-    Attributes:
-        says: What ran, for the row.
-        conditions: What a reader must know: share of real tokens, dtype, whether a prompt or a step was timed, …
-        arms: Ways to do it by name, or why there is none; those of this package begin with `adaattn`.
-        repeats: Calls in a row that a sample is of.
-        after: What frees what the arms hold.
+    Arms of this package begin with `adaattn`. A sample is of `repeats` calls; `after` frees what the arms hold.
     """
 
     says: str
@@ -72,7 +63,7 @@ class Job:
 
 
 def measure(job: Job, device: torch.device, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of every arm in every round, or why there are none; on a GPU also the seconds that its kernels ran."""
+    """Seconds of every arm in every round, or why there are none; on a GPU also what `_on_gpu` says of a call."""
     found: dict[str, dict[str, Any]] = {}
     for name, arm in job.arms.items():
         try:
@@ -85,6 +76,8 @@ def measure(job: Job, device: torch.device, rounds: int) -> dict[str, dict[str, 
         except FAILURES as error:
             found[name] = {"absent": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
     running = [name for name in found if "wall" in found[name]]
+    if not running:
+        raise RuntimeError(f"no arm of {job.says} ran: {found}")
     for number in range(rounds):
         for place in turn(len(running), number):
             arm = job.arms[running[place]]
@@ -94,28 +87,29 @@ def measure(job: Job, device: torch.device, rounds: int) -> dict[str, dict[str, 
     for name in running if device.type == "cuda" else ():
         arm = job.arms[name]
         if isinstance(arm, Arm) and not arm.clocks:
-            found[name]["kernels"] = _kernels(arm)
+            found[name] |= _on_gpu(arm)
     return found
 
 
 def _sample(arm: Arm, device: torch.device, repeats: int) -> dict[str, float]:
-    if arm.before is not None:
-        arm.before()
+    arm.before()
     if arm.clocks:
         return {"wall": arm.call()}
     elapsed = timed(arm.call, device, repeats)[1]
     return {"wall": elapsed.wall, **({"process": elapsed.process} if device.type == "cpu" else {})}
 
 
-def _kernels(arm: Arm) -> float:
-    """Seconds that a GPU works on a call: where it is much less than the call takes, the GPU waits for the host."""
-    if arm.before is not None:
-        arm.before()
+def _on_gpu(arm: Arm) -> dict[str, float]:
+    """Seconds that a GPU works on a call, and the most bytes that the call holds beside what was there before it."""
+    arm.before()
     torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         arm.call()
         torch.cuda.synchronize()
-    return float(sum(event.self_device_time_total for event in seen.key_averages())) * 1e-6
+    kernels = float(sum(event.self_device_time_total for event in seen.key_averages())) * 1e-6
+    return {"kernels": kernels, "peak": torch.cuda.max_memory_allocated() - held}
 
 
 def shaped(sizes: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -125,17 +119,21 @@ def shaped(sizes: Mapping[str, Any], device: torch.device, dtype: torch.dtype = 
         return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).eval()
 
 
+def twin(model: Any) -> Any:
+    """A copy of a model with a configuration of its own, whose weights are the model's."""
+    return copy.deepcopy(model, {id(held): held for held in (*model.parameters(), *model.buffers())})
+
+
 def two(model: Any) -> tuple[Any, Any]:
-    """Copies of a model that run ours by the string alone, and prepared; with configurations of their own."""
-    plain = copy.deepcopy(model)
+    """Copies of a model that run ours by the string alone, and prepared."""
+    plain = twin(model)
     plain.set_attn_implementation("adaattn")
-    return plain, prepare(copy.deepcopy(plain))
+    return plain, prepare(twin(plain))
 
 
 def way(model: Any, call: Callable[[], Any], implementation: str) -> Arm | str:
     """An arm of stock, or why it cannot run here."""
-    on_cuda = model.device.type == "cuda"
-    if implementation.startswith("flash") and not on_cuda:
+    if implementation.startswith("flash") and model.device.type != "cuda":
         return "for GPUs"
     if implementation == "flash_attention_4":
         return "not installed on this machine"
@@ -144,19 +142,15 @@ def way(model: Any, call: Callable[[], Any], implementation: str) -> Arm | str:
 
 def noted(job: Job, device: torch.device, arms: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of a job's measurement."""
-    return {
-        "says": job.says, "conditions": dict(job.conditions), "date": datetime.date.today().isoformat(), "arms": arms,
-        "provenance": provenance(device),
-    }  # fmt: skip
+    made = {"date": datetime.date.today().isoformat(), "provenance": provenance(device)}
+    return {"says": job.says, "conditions": dict(job.conditions), "arms": arms} | made
 
 
 def told(name: str, seconds: float, record: Mapping[str, Any]) -> None:
     """Prints how long a cell took, and the milliseconds of its arms."""
-    shown = {
-        arm: own.get("absent") or round(statistics.median(own["wall"]) * 1e3, 3) for arm, own in record["arms"].items()
-    }
-    sys.stdout.write(f"{name}: {seconds:.0f} s {json.dumps(shown)}\n")
-    sys.stdout.flush()
+    arms = record["arms"].items()
+    shown = {arm: own.get("absent") or round(statistics.median(own["wall"]) * 1e3, 3) for arm, own in arms}
+    print(f"{name}: {seconds:.0f} s {json.dumps(shown)}", flush=True)
 
 
 @torch.no_grad()
@@ -165,19 +159,33 @@ def _through(model: Any, batches: Sequence[Mapping[str, Tensor]]) -> None:
         model(**batch)
 
 
+Shape = tuple[str, Any, Any]
+"""What an encoder is called in a row, its class and its configuration."""
+
+
 def encoders(
-    device: torch.device, lengths: Sequence[int], dtype: str, sizes: Mapping[str, Any], alone: bool = True,
-    absent: Mapping[str, str] | None = None,
+    device: torch.device, lengths: Sequence[int], shape: Shape, absent: Mapping[str, str], dtype: str = "bfloat16",
+    by: int = 0, alone: bool = False,
 ) -> Job:  # fmt: skip
-    """A batch of texts through an encoder: as it comes, sorted into four batches, and a text at a time."""
+    """Texts through an encoder: as they come (with `by` sorted, in batches of it), sorted into four, each alone."""
     torch.manual_seed(0)
+    title, kind, config = shape
     with device:
-        stock = BertModel._from_config(BertConfig(**sizes), dtype=getattr(torch, dtype)).eval()
+        stock = kind._from_config(copy.deepcopy(config), dtype=getattr(torch, dtype)).eval()
     plain, prepared = two(stock)
 
     def batch(of: Sequence[int]) -> dict[str, Tensor]:
         mask = (torch.arange(max(of))[None] < torch.tensor(of)[:, None]).long()
-        return {"input_ids": torch.randint(0, 1000, mask.shape).to(device), "attention_mask": mask.to(device)}
+        ids = torch.randint(5, 1000, mask.shape).masked_fill(mask == 0, config.pad_token_id)
+        return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+    def flat(of: Sequence[int]) -> dict[str, Any]:
+        # as sentence-transformers (`unpad_inputs`) calls models with flash-attn; what they return stays flat
+        first = config.pad_token_id + 1 if "roberta" in config.model_type else 0
+        places = torch.cat([torch.arange(first, first + n) for n in of])[None].to(device)
+        sums = torch.tensor((0, *of)).cumsum(0).int().to(device)
+        flash = {"cu_seq_lens_q": sums, "cu_seq_lens_k": sums, "max_length_q": max(of), "max_length_k": max(of)}
+        return flash | {"input_ids": torch.randint_like(places, 5, 1000), "position_ids": places}
 
     order, size = sorted(lengths, reverse=True), -(-len(lengths) // 4)
     cuts: dict[str, Any] = {"": [batch(lengths)]}
@@ -187,30 +195,31 @@ def encoders(
         cuts[", sorted into four"] = "one text" if len(lengths) == 1 else "comes sorted"
         if len(lengths) == 1:
             cuts[", each text alone"] = "one text"
+    groups = [order[at : at + by] for at in range(0, len(order), by)] if by else [lengths]
+    if by:
+        cuts |= {"": [batch(of) for of in groups], ", sorted into four": "comes sorted"}
     arms: dict[str, Arm | str] = {}
     for name in STOCK:
-        arms[name] = (absent or {}).get(name) or way(stock, partial(_through, stock, cuts[""]), name)
-    for name in ("sdpa", "flash_attention_2"):
-        for cut, batches in list(cuts.items())[1:]:
-            if isinstance(batches, str):
-                arms[name + cut] = batches
-            else:
-                arms[name + cut] = way(stock, partial(_through, stock, batches), name)
-    arms["adaattn"] = Arm(partial(_through, plain, cuts[""]))
-    arms["adaattn, prepare"] = Arm(partial(_through, prepared, cuts[""]))
+        arms[name] = absent.get(name) or way(stock, partial(_through, stock, cuts[""]), name)
+    arms[FLAT] = way(stock, partial(_through, stock, [flat(of) for of in groups]), "flash_attention_2")
+    if not kind.__name__.endswith("Model"):
+        arms[FLAT] = "for embeddings: a head that reads the first place of each row finds one row"
+    for cut, own in list(cuts.items())[1:]:
+        for name in ("sdpa", "flash_attention_2"):
+            arms[name + cut] = own if isinstance(own, str) else way(stock, partial(_through, stock, own), name)
     own = cuts[", sorted into four"]
-    arms["adaattn, prepare, sorted into four"] = own if isinstance(own, str) else Arm(partial(_through, prepared, own))
-    name = "BERT-large" if sizes.get("num_hidden_layers") == 24 else "BERT-base"
-    texts = f"{len(lengths)} texts of {max(lengths)} to {min(lengths)} tokens"
-    return Job(
-        f"{name}, {texts}" if len(lengths) > 1 else f"{name}, one text of {lengths[0]} tokens",
-        {"timed": "whole model", "dtype": dtype, "real tokens": sum(lengths) / len(lengths) / max(lengths)},
-        arms,
-    )
+    for name, model in (("adaattn", plain), ("adaattn, prepare", prepared)):
+        arms[name] = Arm(partial(_through, model, cuts[""]))
+        arms[f"{name}, sorted into four"] = own if isinstance(own, str) else Arm(partial(_through, model, own))
+    some = f"{len(lengths)} texts of {max(lengths)} to {min(lengths)}"
+    texts = some if len(lengths) > 1 else f"one text of {lengths[0]}"
+    real = sum(lengths) / sum(len(of) * max(of) for of in groups)
+    said = {"timed": "whole model", "dtype": dtype, "real tokens": real}
+    return Job(f"{title}, {texts} tokens{f', sorted, in batches of {by}' * bool(by)}", said, arms)
 
 
 CACHES: dict[str, Callable[[Any, int], Any]] = {
-    "DynamicCache": lambda model, room: DynamicCache(config=model.config),
+    "DynamicCache": lambda model, _: DynamicCache(config=model.config),
     "StaticCache": lambda model, room: StaticCache(config=model.config, max_cache_len=room),
     "AdaAttnCache": lambda model, room: AdaAttnCache(model, "model", reserve=room),
 }
@@ -219,13 +228,13 @@ CACHES: dict[str, Callable[[Any, int], Any]] = {
 def language(device: torch.device, sizes: Mapping[str, Any], directory: str | None) -> Any:
     """A language model in bfloat16: of a directory, or of a shape with random weights."""
     if directory is None:
-        return shaped(dict(sizes) | SHARED, device)
+        return shaped(SHARED | dict(sizes), device)
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval().to(device)
 
 
 def named(sizes: Mapping[str, Any], directory: str | None) -> str:
     """What a language model is called in a row."""
-    shape = "Qwen2.5-1.5B" if sizes is QWEN15 else "Qwen2.5-0.5B"
+    shape = {1536: "Qwen2.5-1.5B", 4096: "LLaMA 8B"}.get(sizes["hidden_size"], "Qwen2.5-0.5B")
     return Path(directory).name if directory else f"{shape}'s shape, random weights"
 
 
@@ -248,19 +257,17 @@ def prompt(
     if left:
         inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     arms: dict[str, Arm | str] = {}
+    work = partial(_prompt, stock, inputs, CACHES["DynamicCache"])
     for name in STOCK:
-        work = partial(_prompt, stock, inputs, CACHES["DynamicCache"])
         arms[f"{name}, DynamicCache"] = (absent or {}).get(name) or way(stock, work, name)
     arms["sdpa, StaticCache"] = way(stock, partial(_prompt, stock, inputs, CACHES["StaticCache"]), "sdpa")
     for kind in ("DynamicCache", "StaticCache"):
         arms[f"adaattn, {kind}"] = Arm(partial(_prompt, plain, inputs, CACHES[kind]))
     arms["adaattn, prepare"] = Arm(partial(_prompt, prepared, inputs, CACHES["DynamicCache"]))
-    rows = f"{batch} x " if batch > 1 else ""
-    said = {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "prompt"}
-    return Job(
-        f"{named(sizes, directory)}, prompt of {rows}{length:,} tokens{', left-padded' * left}",
-        {**said, "real tokens": sum(real) / batch / length}, arms,
-    )  # fmt: skip
+    said = {"timed": "whole model", "dtype": "bfloat16", "real tokens": sum(real) / batch / length}
+    said["prompt or step"] = "prompt"
+    rows = f"{batch} x " * (batch > 1)
+    return Job(f"{named(sizes, directory)}, prompt of {rows}{length:,} tokens{', left-padded' * left}", said, arms)
 
 
 @torch.no_grad()
@@ -280,6 +287,12 @@ def _step(model: Any, token: Tensor, past: Any) -> None:
     model(token, past_key_values=past, use_cache=True)
 
 
+def step(model: Any, kind: str, token: Tensor, batch: int, length: int, room: int) -> Callable[[], None]:
+    """A step behind a cache of random numbers, which is filled when its turn comes first."""
+    past = cache(partial(_filled, model, CACHES[kind], batch, length, room))
+    return lambda: _step(model, token, past())
+
+
 def steps(
     device: torch.device, batch: int, length: int, sizes: Mapping[str, Any], directory: str | None = None,
     absent: Mapping[str, str] | None = None, repeats: int = 4,
@@ -291,36 +304,22 @@ def steps(
     room = -(-(length + (ROUNDS + 6) * repeats) // 64) * 64
     arms: dict[str, Arm | str] = {}
 
-    def step(model: Any, kind: str) -> Callable[[], None]:
-        past: list[Any] = []  # filled when its turn comes first
-
-        def work() -> None:
-            if not past:
-                past.append(_filled(model, CACHES[kind], batch, length, room))
-            _step(model, token, past[0])
-
-        return work
-
-    for name in STOCK:
-        arms[f"{name}, DynamicCache"] = (absent or {}).get(name) or way(stock, step(stock, "DynamicCache"), name)
-    for name in ("sdpa", "eager"):
-        arms[f"{name}, StaticCache"] = (absent or {}).get(name) or way(stock, step(stock, "StaticCache"), name)
+    of = token, batch, length, room
+    for name, kind in (*((name, "DynamicCache") for name in STOCK), ("sdpa", "StaticCache"), ("eager", "StaticCache")):
+        arms[f"{name}, {kind}"] = (absent or {}).get(name) or way(stock, step(stock, kind, *of), name)
     for kind in ("DynamicCache", "StaticCache"):
-        arms[f"adaattn, {kind}"] = Arm(step(plain, kind))
-    arms["adaattn, prepare"] = Arm(step(prepared, "AdaAttnCache"))
+        arms[f"adaattn, {kind}"] = Arm(step(plain, kind, *of))
+    arms["adaattn, prepare"] = Arm(step(prepared, "AdaAttnCache", *of))
     if device.type == "cuda":
         arms["flash_attention_2, StaticCache, captured"] = "generate() compiles no step of flash-attn"
         for name, model in (("sdpa", stock), ("adaattn", plain)):
-            own = copy.deepcopy(model)
+            own = twin(model)
             own.set_attn_implementation(name)
             past = _filled(own, CACHES["StaticCache"], batch, length, room)
             arms[f"{name}, StaticCache, captured"] = Arm(_captured(own, token, past))
-    rows = f"{batch} x " if batch > 1 else ""
-    return Job(
-        f"{named(sizes, directory)}, a token behind {rows}{length:,} tokens",
-        {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "step", "room": room}, arms, repeats,
-        torch._dynamo.reset if device.type == "cuda" else lambda: None,
-    )  # fmt: skip
+    title = f"{named(sizes, directory)}, a token behind {f'{batch} x ' * (batch > 1)}{length:,} tokens"
+    said = {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "step", "room": room}
+    return Job(title, said, arms, repeats, torch._dynamo.reset if device.type == "cuda" else lambda: None)
 
 
 def _captured(model: Any, token: Tensor, past: Any) -> Callable[[], None]:

@@ -30,6 +30,8 @@ PROTOCOL = {
     "gpu prompt": (*GROWN, "sdpa, StaticCache"), "step": STEP, "gpu step": (*STEP, *CAPTURED),
     "gpu requests": STOCK, "gpu training": STOCK,
 }  # fmt: skip
+TEXTS = ("gpu reranker", "gpu embedder", "gpu modernbert", "gpu long encoder")
+PROTOCOL |= dict.fromkeys(TEXTS, (*STOCK, *CUTS, "flash_attention_2, unpadded"))
 """Stock's arms of a cell by the beginning of its name: each is timed, or has the reason why it is not."""
 LEAST, BUSY = 15, 0.7
 """Rounds of a figure; the share of a call below which a GPU that works on it is said to wait for the host."""
@@ -37,14 +39,9 @@ LEAST, BUSY = 15, 0.7
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the README.
+    """A row of the README: its cell, what a reader does and the page of docs/guides about it, and its bar, if any.
 
-    Attributes:
-        cell: Its name.
-        job: What a reader does, and the page of docs/guides about it.
-        bar: What the picture calls it; empty for none.
-        without: Arms whose names hold this are left out on both sides.
-        note: What the row is then.
+    Arms whose names hold `without` are left out on both sides; `note` is what the row is then.
     """
 
     cell: str
@@ -85,11 +82,9 @@ Cells = Mapping[str, Mapping[str, Any]]
 
 
 def checked(cells: Cells) -> Cells:
-    """The cells of a report.
+    """The cells of a report; UsageError where one lacks what a figure needs, or they are of several machines.
 
-    Raises:
-        UsageError: One lacks what a figure needs, or they are of several machines or versions. Where sources differ,
-            each cell names its commit: all arms of one ran in one process.
+    Where sources differ, each cell names its commit: all arms of one ran in one process.
     """
     places = set()
     for name, cell in cells.items():
@@ -97,9 +92,8 @@ def checked(cells: Cells) -> Cells:
         needed = {"commit": made.get("commit"), "device": made.get("device"), "date": cell.get("date")}
         needed |= {key: cell["conditions"].get(key) for key in ("timed", "dtype")}
         needed |= {package: made["versions"].get(package) for package in ("torch", "transformers")}
-        needed["threads" if made["device"] == "cpu" else "driver"] = made.get(
-            "threads" if made["device"] == "cpu" else "driver"
-        )
+        place = "threads" if made["device"] == "cpu" else "driver"
+        needed[place] = made.get(place)
         if lacking := [key for key, value in needed.items() if not value]:
             raise UsageError(f"{name}: the report has no {', '.join(lacking)}; measure it again")
         kind = max((kind for kind in PROTOCOL if name.startswith(kind)), key=len)
@@ -125,14 +119,11 @@ def seconds(cell: Mapping[str, Any], without: str = "\0") -> dict[str, list[floa
 
 
 def stock_and_ours(cell: Mapping[str, Any], without: str = "\0") -> tuple[str, str | None, str | None]:
-    """The fastest arm of stock, ours by the string alone and ours by `prepare`; None where none was timed."""
-    names = list(seconds(cell, without))
+    """The fastest arm of stock, ours by the string alone and ours by `prepare`, without plans; None for none."""
+    names = [name for name in seconds(cell, without) if "plan" not in name]
     own = [name for name in names if name.startswith("adaattn")]
-    return (
-        next(name for name in names if name not in own),
-        next((name for name in own if "prepare" not in name), None),
-        next((name for name in own if "prepare" in name), None),
-    )
+    alone, prepared = (next((name for name in own if ("prepare" in name) is asked), None) for asked in (False, True))
+    return next(name for name in names if name not in own), alone, prepared
 
 
 def speedup(cell: Mapping[str, Any], stock: str, ours: str) -> tuple[float, float, float]:
@@ -162,17 +153,12 @@ def _entry(cell: Mapping[str, Any], stock: str, ours: str | None) -> str:
 
 def _says(cell: Mapping[str, Any]) -> str:
     """What ran and its conditions, in the words of a row."""
-    conditions = cell["conditions"]
-    real = conditions.get("real tokens", 1.0)
-    return ", ".join([cell["says"], *([f"{real:.0%} of tokens real"] if real < 0.99 else []), conditions["dtype"]])
+    real = cell["conditions"].get("real tokens", 1.0)
+    return f"{cell['says']}, {f'{real:.0%} of tokens real, ' * (real < 0.99)}{cell['conditions']['dtype']}"
 
 
-def gains(cells: Cells, rows: Sequence[Row]) -> str:
-    """A table of the README: one machine, slower rows beside the faster ones.
-
-    Raises:
-        UsageError: A cell of a row is missing.
-    """
+def gains(cells: Cells, rows: Sequence[Row], guides: str = "docs/guides/") -> str:
+    """A table of one machine, slower rows beside the faster ones; links go to `guides`; UsageError for no cell."""
     lines = []
     for row in rows:
         if row.cell not in cells:
@@ -181,12 +167,18 @@ def gains(cells: Cells, rows: Sequence[Row]) -> str:
         stock, alone, prepared = stock_and_ours(cell, row.without)
         says = _says(cell) + (f", {row.note}" if row.note else "")
         best = f"{stock.replace('flash_attention_2', 'flash-attn 2')}{'¹' * waits(cell['arms'][stock])}"
-        lines.append((
-            f"[{row.job[0]}](docs/guides/{row.job[1]}): {says}", best, _entry(cell, stock, alone),
-            _entry(cell, stock, prepared),
-        ))  # fmt: skip
+        ours = _entry(cell, stock, alone), _entry(cell, stock, prepared)
+        lines.append((f"[{row.job[0]}]({guides}{row.job[1]}): {says}", best, *ours))
     head = (f"{where(cells)}", "Best of stock", "By the string alone", "With `prepare`")
     return "\n".join(table(head, lines)[:-1])
+
+
+def of_texts(cells: Cells) -> str:
+    """The table of rerankers and embedding models, then all their arms, for docs/figures.md."""
+    own = {name: cell for name, cell in cells.items() if name.startswith(TEXTS)}
+    if not own:
+        return "Not measured yet."
+    return gains(own, [Row(name, ENCODERS) for name in own], "guides/") + "\n\n" + every_arm(own)
 
 
 def where(cells: Cells) -> str:
@@ -225,27 +217,22 @@ def every_arm(cells: Cells) -> str:
     lines, several = [traced(cells), ""], len({cell["provenance"].get("source") for cell in cells.values()}) > 1
     for cell in cells.values():
         stock = stock_and_ours(cell)[0]
-        more = [
-            f"{key}: {value}"
-            for key, value in cell["conditions"].items()
-            if key in ("prompt or step", "room", "engine")
-        ]
+        told = ("prompt or step", "room", "engine", "plan")
+        more = [f"{key}: {value}" for key, value in cell["conditions"].items() if key in told]
         rows = []
         for name, own in seconds(cell).items():
             low, middle, high = (1e3 * part for part in statistics.quantiles(own, n=4))
             arm = cell["arms"][name]
-            beside = (
-                f"{1e3 * statistics.median(arm['process']):.3g}"
-                if on_cpu
-                else (f"{arm['kernels'] / statistics.median(own):.0%}" if "kernels" in arm else "–")
-            )
+            beside = f"{arm['kernels'] / statistics.median(own):.0%}" if "kernels" in arm else "–"
+            beside = f"{1e3 * statistics.median(arm['process']):.3g}" if on_cpu else beside
             rows.append((f"**{name}**" if name == stock else name, f"{middle:.4g} ({low:.4g}–{high:.4g})", beside,
-                         times(speedup(cell, stock, name)[1])))  # fmt: skip
+                         times(speedup(cell, stock, name)[1]),
+                         *([f"{arm['peak'] / 2**20:,.0f}"] if "peak" in arm else [])))  # fmt: skip
         more += [f"commit {commit(cell['provenance'])}"] if several else []
         lines += ["; ".join([f"**{_says(cell)}** ({cell['conditions']['timed']})", *more]), ""]
-        lines += table(
-            ("arm", "ms (quartiles)", "processor, ms" if on_cpu else "GPU busy", "speedup over best stock"), rows
-        )
+        head = ("arm", "ms (quartiles)", "processor, ms" if on_cpu else "GPU busy", "speedup over best stock",
+                "memory of a call, MiB")[: len(rows[0])]  # fmt: skip
+        lines += table(head, rows)
         reasons: dict[str, list[str]] = {}
         for name, arm in cell["arms"].items():
             if arm.get("absent"):

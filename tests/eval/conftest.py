@@ -1,6 +1,8 @@
 """Tiny models with tokenizers on disk, and texts of the project's own."""
 
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from adaattn_hf.eval import corpora
+from adaattn_hf.eval import corpora, runner
 from adaattn_hf.patches import checkpoint
 
 PAGES = (
@@ -75,6 +77,14 @@ def _saved(kind: str, directory: Path) -> Path:
     _model(kind, len(tokenizer)).eval().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_provenance() -> Iterator[None]:
+    """All reports of these tests come from one source and one machine, which are looked at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "provenance", functools.cache(runner.provenance))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,8 @@ def test_with_equal_documents_the_interval_is_student_s() -> None:
     )
 
 
-def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
+def test_intervals_cover_the_truth_as_often_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "RESAMPLES", 2)  # those of the bootstrap are compared with these below
     rng = np.random.default_rng(1)
     inside = below = 0
     runs = 400

@@ -51,8 +51,7 @@ def ours(directory: Path, corpus: corpora.Corpus, **settings: Any) -> dict[str, 
     return runner.evaluate(loaded, corpus, Settings(**settings))["quality"]["arms"][1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("length", [None, 24])
+@pytest.mark.parametrize(("kind", "length"), [("llama", None), ("gpt2", 24)])
 def test_wikitext(request: pytest.FixtureRequest, tmp_path: Path, kind: str, length: int | None) -> None:
     directory = request.getfixturevalue(kind)
     model = HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=2, max_length=length)
@@ -62,8 +61,7 @@ def test_wikitext(request: pytest.FixtureRequest, tmp_path: Path, kind: str, len
         assert found[name] == pytest.approx(expected[name], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("length", [None, 12])
+@pytest.mark.parametrize(("kind", "length"), [("llama", None), ("gpt2", 12)])
 def test_lambada(request: pytest.FixtureRequest, tmp_path: Path, kind: str, length: int | None) -> None:
     directory = request.getfixturevalue(kind)
     model = HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=2, max_length=length)

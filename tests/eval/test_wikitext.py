@@ -38,7 +38,7 @@ def test_pages_are_articles() -> None:
     [(" = Robert = \n", True), ("= Robert =", True), (" = = Career = = \n", False), (" a = b \n", False), ("", False)],
 )
 def test_titles(line: str, title: bool) -> None:
-    assert wikitext.is_title(line) is title
+    assert len([*wikitext.split_pages(f"before\n{line}")]) == 1 + title
 
 
 def test_rows_of_datasets_become_the_file_again() -> None:

@@ -27,7 +27,7 @@ def test_every_module_is_a_file_of_the_source(builder: dict[str, Any], repositor
     for directory in (repositories / name / "build").iterdir():
         same = copies(builder, name, directory)
         assert all(same.values())
-        assert "backends/native/entry.py" in same
+        assert "backends/native/launch.py" in same
         built = {path.relative_to(directory).as_posix() for path in directory.rglob("*.py")}
         assert built == set(same)
 
@@ -45,10 +45,10 @@ def test_copies_differ_from_the_source_in_imports_alone(builder: dict[str, Any],
 def test_a_changed_copy_is_seen(builder: dict[str, Any], repositories: Path, tmp_path: Path) -> None:
     (directory,) = (repositories / "flash-adaattn" / "build").glob(CPU)
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    with (tmp_path / "backends" / "native" / "entry.py").open("a") as file:
+    with (tmp_path / "backends" / "native" / "launch.py").open("a") as file:
         file.write("\n")
     changed = [inside for inside, same in copies(builder, "flash-adaattn", tmp_path).items() if not same]
-    assert changed == ["backends/native/entry.py"]
+    assert changed == ["backends/native/launch.py"]
 
 
 @pytest.mark.parametrize("line", ["import numpy", "from adaattn_hf.config import settings_in", "from .... import x"])
@@ -56,7 +56,7 @@ def test_an_import_that_leads_out_is_refused(builder: dict[str, Any], tmp_path: 
     module = tmp_path / "call.py"
     module.write_text(f"def later():\n    {line}\n")
     with pytest.raises(builder["BuildError"], match="import"):
-        list(builder["imports"]("backends/native/entry.py", module))
+        list(builder["imports"]("backends/native/launch.py", module))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -33,7 +33,7 @@ def tokens(batch: int, count: int) -> tuple[Tensor, Tensor]:
 # ---------------- storage
 def test_a_store_moves_rarely_and_never_where_its_room_was_reserved() -> None:
     for room, most in ((Room(growth=1.25), 25), (Room(reserve=3000), 0)):
-        store = Store({"keys": torch.empty(2, 3, 0, 4)}, room)
+        store = Store({"keys": torch.empty(2, 3, room.reserve, 4)}, room)
         expected, moves = [], 0
         for _ in range(3000):
             token = torch.randn(2, 3, 1, 4)

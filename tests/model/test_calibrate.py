@@ -56,8 +56,13 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def result(model: LlamaForCausalLM, text: list[Path]) -> Calibration:
-    return calibrate(model, encode, text, SETTINGS, prices=letter_prices())
+def measurement(model: LlamaForCausalLM, text: list[Path]) -> Measurement:
+    return measure(open_inputs(model, encode, text, SETTINGS), prices=letter_prices())
+
+
+@pytest.fixture(scope="module")
+def result(measurement: Measurement) -> Calibration:
+    return choose_and_verify(measurement)
 
 
 def test_a_plan_passes_inside_the_budget(result: Calibration) -> None:
@@ -79,11 +84,6 @@ def test_a_plan_passes_inside_the_budget(result: Calibration) -> None:
     assert verified.tries == sum(one["passed"] for one in judged)
 
 
-@pytest.fixture(scope="module")
-def measurement(model: LlamaForCausalLM, text: list[Path]) -> Measurement:
-    return measure(open_inputs(model, encode, text, SETTINGS), prices=letter_prices())
-
-
 def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM, text: list[Path]) -> None:
     """Untrained heads err in step over rows, which the diagonal form leaves out: the size holds to a small factor."""
     settings = replace(SETTINGS, sequences=4, rows=LENGTH, labels=4, held_out=6)
@@ -100,8 +100,8 @@ def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM
     assert ratio(measurement, everywhere[0], LENGTH) == pytest.approx(5.0)
 
 
-def test_a_budget_that_cannot_be_met_is_exact_and_says_so(model: LlamaForCausalLM, text: list[Path]) -> None:
-    poor = calibrate(model, encode, text, replace(SETTINGS, budget=1e-12), prices=letter_prices())
+def test_a_budget_that_cannot_be_met_is_exact_and_says_so(measurement: Measurement) -> None:
+    poor = choose_and_verify(measurement, replace(SETTINGS, budget=1e-12))
     assert not poor.met
     assert poor.plan.is_exact
     assert poor.plan.verified is None
@@ -113,7 +113,7 @@ def test_no_saving_means_no_plan(model: LlamaForCausalLM, text: list[Path]) -> N
     dear = letter_prices(**{label: 2.0 for label in CHOICES if label != "exact"})
     found = calibrate(model, encode, text, SETTINGS, prices=dear)
     assert found.plan.is_exact
-    assert "no candidate saves time on this machine; longer --lengths (now 192)" in found.sentence
+    assert "no candidate within the budget saves time on this machine; longer --lengths (now 192)" in found.sentence
 
 
 @pytest.mark.parametrize("price", [1.0, 1.00005])
@@ -127,7 +127,7 @@ def test_what_the_solver_answers_is_no_plan_if_it_saves_nothing(
     same = letter_prices(**{**dict.fromkeys(CHOICES, price), "exact": 1.0})
     found = calibrate(model, encode, text, SETTINGS, prices=same)
     assert found.plan.is_exact
-    assert "no candidate saves time" in found.sentence
+    assert "no candidate within the budget saves time" in found.sentence
     assert found.report["price_plan_seconds"] == found.report["price_exact_seconds"]
     assert 0.0 <= found.report["rounding"] < 1e-6, "two exact kernels in float32"
 
@@ -378,10 +378,10 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
 
 
 def test_needles_that_are_lost_end_the_sequence_and_say_so(
-    model: LlamaForCausalLM, text: list[Path], monkeypatch: pytest.MonkeyPatch
+    measurement: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "retrieved", lambda arms, haystack, tap: (tap is exact_tap,) * len(haystack.answers))
-    failed = calibrate(model, encode, text, replace(SETTINGS, needles_lost=0.0), prices=letter_prices())
+    failed = choose_and_verify(measurement, replace(SETTINGS, needles_lost=0.0))
     assert not failed.met
     assert "the first candidate failed: 2 of 2 needles are lost, more than 0; more held-out text" in failed.sentence
 

@@ -240,7 +240,7 @@ def test_risks_of_an_earlier_run_are_priced_searched_and_proved_anew_and_not_mea
     dear = tmp_path / "dear.json"
     dear.write_text(price_table(LENGTH, {"exact": 1.0, "bf16": 2.0, "int8": 0.1}).to_json())
     words = ("--prices", dear, "--families", "bf16,int8", "--from", out / "adaattn_plan.json")  # risks travelled on
-    again(*words, to="other", code=BUDGET_NOT_MET, says=("no candidate saves time", ", which lack int8"))
+    again(*words, to="other", code=BUDGET_NOT_MET, says=("the budget saves time", ", which lack int8"))
     (tmp_path / "other" / RISKS_FILE).write_bytes(b"")
     (tmp_path / "old").mkdir()
     with np.load(made / RISKS_FILE) as arrays:  # of a build that measured none for retrieval
@@ -308,7 +308,9 @@ def test_a_fine_tuned_checkpoint_that_carries_a_plan_is_calibrated_again(
     adaattn_hf.load_plan(loaded)
 
 
-def test_the_directory_of_another_model_is_refused_before_any_work(model: Path, run: Run, tmp_path: Path) -> None:
+def test_the_directory_of_another_model_is_refused_before_any_work(
+    model: Path, made: Path, run: Run, tmp_path: Path
+) -> None:
     other = Path(shutil.copytree(demo_model_path("gpt2"), tmp_path / "other"))
     before = files(other)
     run(model, "--budget", "1%", "--output-dir", str(other), code=2, says="of a model, whose config.json")
@@ -316,9 +318,11 @@ def test_the_directory_of_another_model_is_refused_before_any_work(model: Path, 
         path.unlink()
     run(model, "--budget", "1%", "--output-dir", str(other), code=2, says="holds config.json of a model")
     assert files(other) == {name: data for name, data in before.items() if not name.endswith(".safetensors")}
-    alone = tmp_path / "plan"
-    for _ in range(2):  # into a new directory, and into one that a calibration wrote
-        run(model, "--budget", "1%", "--output-dir", str(alone))
+    alone = tmp_path / "plan"  # one that a calibration wrote is none of a model
+    alone.mkdir()
+    for path in (*made.glob("adaattn_*"), made / "config.json"):
+        shutil.copy(path, alone)
+    run(model, "--budget", "1%", "--output-dir", str(alone))
 
 
 def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
@@ -550,13 +554,11 @@ def test_wrong_arguments_end_with_code_2(model: Path, run: Run, more: tuple[str,
 
 
 def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
-    model: Path, run: Run, material: tuple[str, str]
+    model: Path, made: Path, run: Run, material: tuple[str, str]
 ) -> None:
     options = ("--budget", "1%", "--threads", "1")
     threads = torch.get_num_threads()
     try:
-        run(model, *options)
-        whole = (model / "adaattn_plan.json").read_bytes()
         words = arguments(model, material[0], SIZE, "--in-place --prices", material[1])
         process = interrupted([*words, *options], model / FILE, stop=signal.SIGTERM)
         said = process.stderr
@@ -567,7 +569,7 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
         run(model, *options, "--resume")
     finally:
         torch.set_num_threads(threads)
-    assert (model / "adaattn_plan.json").read_bytes() == whole
+    assert (model / "adaattn_plan.json").read_bytes() == (made / "adaattn_plan.json").read_bytes()
 
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

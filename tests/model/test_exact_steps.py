@@ -107,7 +107,7 @@ def test_a_plan_for_steps_is_priced_by_them_alone(text: list[Path]) -> None:
         measure(open_inputs(lettered_llama(), encode, text, SETTINGS), prices=table)
     none = choose_and_verify(replace(measurement, prices=np.ones_like(measurement.prices)))
     assert (none.met, none.plan.is_exact) == (False, True)
-    assert "no candidate saves time in a step of one row on this machine; longer --lengths" in none.sentence
+    assert "the budget saves time in a step of one row on this machine; longer --lengths" in none.sentence
     assert "more rows (--batch-size, now 1)" in none.sentence
 
 

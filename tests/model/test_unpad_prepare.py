@@ -100,6 +100,46 @@ def test_keys_that_are_chosen_over_all_rows_keep_their_padding() -> None:
     assert "keep_window_size" in "".join(adaattn_hf.unpad_calls(pair.ours))
 
 
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "auto", "words"),
+    [
+        ("esm", {"token_dropout": True, "mask_token_id": 7}, tf.AutoModel, "share of masked tokens"),
+        (
+            "llama4_text", {"floor_scale": 18, "attn_scale": 1.0, "no_rope_layers": [0, 0]}, tf.AutoModelForCausalLM,
+            "floor_scale",
+        ),
+        (
+            "llama", {"max_position_embeddings": 8, "rope_parameters": {
+                "rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, tf.AutoModelForCausalLM, "largest position",
+        ),
+        (
+            "phi3", {"original_max_position_embeddings": 8, "rope_parameters": {
+                **LONG, "original_max_position_embeddings": 8}}, tf.AutoModelForCausalLM, "largest position",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("given", [False, True])
+def test_numbers_that_go_by_the_padded_row_are_those_of_the_padded_form(
+    family: str, changes: dict[str, Any], auto: Any, words: str, given: bool
+) -> None:
+    """Whole columns of padding, as of texts that are padded to a length; a row with masked tokens beside others."""
+    pair = models(family, changes, auto)
+    ids, mask = tokens(length=16), torch.ones(BATCH, 16, dtype=torch.long)
+    mask[0, 4:], mask[1:, 7:], ids[ids == 7], ids[1, 2:4] = 0, 0, 8, 7
+    positions = {"position_ids": torch.arange(16)[None]} if given else {}
+    adaattn_hf.prepare(pair.ours)
+    with torch.no_grad():
+        stock, ours = (model(input_ids=ids, attention_mask=mask, **positions)[0] for model in pair)
+        assert_same(stock, ours, mask)
+        assert words in "".join(adaattn_hf.unpad_calls(pair.ours))
+        pair.ours(input_ids=tokens(length=7).clamp_min(8), attention_mask=padding("right", length=7), **{
+            name: value[:, :7] for name, value in positions.items()})  # fmt: skip
+    assert adaattn_hf.unpad_calls(pair.ours)[UNPADDED] == 1
+
+
 def test_attention_that_is_not_ours_is_refused() -> None:
     model = tf.MptForCausalLM(tf.MptConfig(d_model=HIDDEN, n_heads=4, n_layers=1, vocab_size=VOCABULARY))
     model.config._attn_implementation = "adaattn"

@@ -157,9 +157,9 @@ def runtimes():
 torch.set_num_threads(2)
 torch.randn(300, 300) @ torch.randn(300, 300)
 before = runtimes()
-from adaattn_hf.backends.native import entry, library
+from adaattn_hf.backends.native import launch, library
 q = torch.randn(1, 4, 500, 64)
-entry.forward(q, q, q, 0.125)
+launch.forward(q, q, q, 0.125)
 assert "OpenMP runtime that torch has loaded" in library.library().threads, library.library().threads
 assert before and runtimes() == before, (before, runtimes())
 """

@@ -13,8 +13,8 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.rounding import through_int8
 from adaattn_hf.attention.structure import MaskStructure
-from adaattn_hf.backends.native import entry
-from adaattn_hf.backends.native.launch import asked_of
+from adaattn_hf.backends.native import launch
+from adaattn_hf.backends.native.launch import rules_of
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
 from adaattn_hf.backends.native.rules import Rules
 
@@ -61,8 +61,8 @@ def calls(draw: st.DrawFn) -> AttentionCall:
 
 
 def native(asked: AttentionCall, level: str) -> tuple[Tensor, Tensor]:
-    tensors, rules = (asked.query, asked.key, asked.value), asked_of(asked)
-    out, lse = entry.forward(*tensors, asked.scaling, rules, need_lse=True, level=LEVELS.index(level))
+    tensors, rules = (asked.query, asked.key, asked.value), rules_of(asked)
+    out, lse = launch.forward(*tensors, asked.scaling, rules, need_lse=True, level=LEVELS.index(level))
     assert lse is not None
     return out, lse
 
@@ -146,7 +146,7 @@ def test_int8_products(q_len: int, kind: str) -> None:
     """Floors: 40 dB of the definition; the loss against exact attention at most 3 dB above the definition's own."""
     asked, defined, mean = int8_case(q_len, kind)
     rules = Rules(causal=True, offset=900 - q_len, compute="int8", key_mean=mean[None])
-    out, lse = entry.forward(asked.query, asked.key, asked.value, 0.125, rules, need_lse=True)
+    out, lse = launch.forward(asked.query, asked.key, asked.value, 0.125, rules, need_lse=True)
     exact, expected = reference.attention(asked), reference.attention(defined)
     assert lse is not None
     assert sqnr(expected.out, out) > 40
@@ -163,7 +163,7 @@ def test_int8_products_keep_their_distance_from_exact_attention_beside_an_outlie
         k[..., 3] += outlier
         exact = reference.attention(AttentionCall(q, k, v, MaskStructure(1, 900, 900, causal=True), 0.125)).out
         for mean in (k.mean(2), torch.zeros(1, 2, 64)):
-            out, _ = entry.forward(q, k, v, 0.125, Rules(causal=True, compute="int8", key_mean=mean))
+            out, _ = launch.forward(q, k, v, 0.125, Rules(causal=True, compute="int8", key_mean=mean))
             kept.append(sqnr(exact, out))
     assert min(kept[:3]) > 35
     assert 25 < kept[3] < kept[2] - 5, "the mean is what helps"
@@ -173,10 +173,10 @@ def test_int8_products_keep_their_distance_from_exact_attention_beside_an_outlie
 def test_int8_products_look_at_no_later_key() -> None:
     asked, _, mean = int8_case(900, "plain")
     rules = Rules(causal=True, compute="int8", key_mean=mean[None])
-    before, _ = entry.forward(asked.query, asked.key, asked.value, 0.125, rules)
+    before, _ = launch.forward(asked.query, asked.key, asked.value, 0.125, rules)
     asked.key[:, :, 500:] *= -30.0
     asked.value[:, :, 500:] *= 1000.0
-    after, _ = entry.forward(asked.query, asked.key, asked.value, 0.125, rules)
+    after, _ = launch.forward(asked.query, asked.key, asked.value, 0.125, rules)
     assert torch.equal(before[:, :500], after[:, :500])
     assert not torch.equal(before[:, 500:], after[:, 500:])
 
@@ -184,7 +184,7 @@ def test_int8_products_look_at_no_later_key() -> None:
 def test_int8_products_are_refused_where_there_are_none() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(RuntimeError, match="instruction set"):
-        entry.forward(q, q, q, 1.0, Rules(compute="int8"), level=LEVELS.index("portable"))
+        launch.forward(q, q, q, 1.0, Rules(compute="int8"), level=LEVELS.index("portable"))
 
 
 @pytest.mark.parametrize("level", level_names())
@@ -192,7 +192,7 @@ def test_int8_products_are_refused_where_there_are_none() -> None:
 def test_bfloat16_products_of_float32(level: str, q_len: int) -> None:
     q, k, v = (tensor(i, (1, 2, n, 64), torch.float32, 0) for i, n in ((1, q_len), (2, 500), (3, 500)))
     rules = Rules(causal=True, offset=500 - q_len, compute="bf16")
-    out, _ = entry.forward(q, k, v, 0.125, rules, level=LEVELS.index(level))
+    out, _ = launch.forward(q, k, v, 0.125, rules, level=LEVELS.index(level))
     structure = MaskStructure(1, q_len, 500, causal=True, q_offset=500 - q_len)
     assert sqnr(reference.attention(AttentionCall(q, k, v, structure, 0.125)).out, out) > 45
 
@@ -204,10 +204,10 @@ def test_windows_per_head_and_the_mass_that_log_sum_exps_tell(level: str, q_len:
     k, v = (tensor(i, (1, 3, 700, 32), torch.float32, 0) for i in (2, 3))
     windows, sinks = torch.tensor([50, -1, 9]), torch.tensor([4, 0, 0])
     base = Rules(causal=True, offset=700 - q_len)
-    _, all_lse = entry.forward(q, k, v, 0.17, base, need_lse=True, level=LEVELS.index(level))
+    _, all_lse = launch.forward(q, k, v, 0.17, base, need_lse=True, level=LEVELS.index(level))
     assert all_lse is not None
     rules = Rules(causal=True, offset=700 - q_len, head_windows=windows, head_sinks=sinks)
-    out, lse = entry.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
+    out, lse = launch.forward(q, k, v, 0.17, rules, need_lse=True, level=LEVELS.index(level))
     assert lse is not None
     whole = MaskStructure(1, q_len, 700, causal=True, q_offset=700 - q_len)
     full = reference.attention(AttentionCall(q, k, v, whole, 0.17))
@@ -226,10 +226,10 @@ def test_threads_of_python_do_not_disturb_one_another() -> None:
     kinds = [(300, torch.float32), (700, torch.bfloat16), (33, torch.float32), (1, torch.float16)]
     inputs = [[tensor(10 * i + j, (1, 2, n, 64), dtype, 0) for j in range(3)] for i, (n, dtype) in enumerate(kinds)]
     rules = Rules(causal=True)
-    alone = [entry.forward(*x, 0.125, rules)[0] for x in inputs]
+    alone = [launch.forward(*x, 0.125, rules)[0] for x in inputs]
 
     def work(which: int) -> bool:
-        outs = [entry.forward(*inputs[which], 0.125, rules)[0] for _ in range(30)]
+        outs = [launch.forward(*inputs[which], 0.125, rules)[0] for _ in range(30)]
         return all(torch.equal(out, alone[which]) for out in outs)
 
     with ThreadPoolExecutor(8) as pool:
@@ -249,7 +249,7 @@ def test_result_does_not_depend_on_the_number_of_threads(q_len: int, heads: int,
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(entry.forward(q, k, v, 0.125, rules)[0])
+            results.append(launch.forward(q, k, v, 0.125, rules)[0])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -262,4 +262,4 @@ def test_result_does_not_depend_on_the_number_of_threads(q_len: int, heads: int,
 def test_segments_outside_the_tensors_are_refused(table: list[list[int]], why: str) -> None:
     q = torch.randn(2, 1, 4, 8)
     with pytest.raises(RuntimeError, match="segments outside"):
-        entry.forward(q, q, q, 1.0, Rules(segments=torch.tensor(table)))
+        launch.forward(q, q, q, 1.0, Rules(segments=torch.tensor(table)))

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.native import entry, library, ops, storing
+from adaattn_hf.backends.native import launch, library, ops, storing
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.patches.call.interface import attention_function
@@ -77,7 +77,7 @@ MALFORMED: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor, Rules]]] = {
 def test_a_malformed_call_is_refused_in_words(name: str) -> None:
     query, key, value, rules = MALFORMED[name]()
     with pytest.raises((ValueError, RuntimeError), match=r"got|inconsistent extents"):
-        entry.forward(query, key, value, 0.25, rules)
+        launch.forward(query, key, value, 0.25, rules)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_the_backward_refuses_them_as_well(name: str) -> None:
     query, key, value, rules = MALFORMED[name]()
     out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)
     with pytest.raises((ValueError, RuntimeError), match=r"got|inconsistent extents"):
-        entry.backward(out, (query, key, value, out, lse), 0.25, rules)
+        launch.backward(out, (query, key, value, out, lse), 0.25, rules)
     query, key, value = tensors()
     for grad, bad in ((torch.zeros(B, Q, H, D + 1), lse), (out, torch.zeros(B, H, Q + 1)), (out, lse.double())):
         with pytest.raises(ValueError, match=r"got shape|got torch"):
-            entry.backward(grad, (query, key, value, out, bad), 0.25)
+            launch.backward(grad, (query, key, value, out, bad), 0.25)
 
 
 def stock(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def test_numbers_that_are_not_in_memory_are_written_out() -> None:
     query, key, value = tensors()
     turned = torch.complex(torch.zeros_like(query), query).conj()
     for odd in (turned.imag, nn.Parameter(query), torch._efficientzerotensor(query.shape)):
-        out, _ = entry.forward(odd, key, value, 0.25)
+        out, _ = launch.forward(odd, key, value, 0.25)
         assert out is not None
         torch.testing.assert_close(out, stock(odd.detach() + 0, key, value))
 
@@ -223,7 +223,7 @@ def test_tensors_of_a_tracer_go_to_operations_of_torch() -> None:
 def test_a_mode_that_makes_tensors_without_memory_is_noticed() -> None:
     query, key, value = tensors()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="no memory to write to"):
-        entry.forward(query, key, value, 0.25)
+        launch.forward(query, key, value, 0.25)
 
 
 @pytest.mark.parametrize("scaling", [0.0, -0.5])
@@ -279,15 +279,15 @@ def test_the_default_device_changes_nothing(backend: str, rules: dict[str, Any])
 
 def test_without_the_library_every_way_in_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = tensors()
-    out, lse = entry.forward(query, key, value, 0.25, Rules(), need_lse=True)
+    out, lse = launch.forward(query, key, value, 0.25, Rules(), need_lse=True)
     assert out is not None
     assert lse is not None
     codes, scale = torch.zeros(B, KV, K, D, dtype=torch.int8), torch.zeros(B, KV, K, dtype=torch.uint8)
     monkeypatch.setattr(library, "library", lambda: None)
     monkeypatch.setattr(library, "missing", lambda: ("it was never built here",))
     for way in (
-        lambda: entry.forward(query, key, value, 0.25, Rules()),
-        lambda: entry.backward(torch.zeros_like(out), (query, key, value, out, lse), 0.25),
+        lambda: launch.forward(query, key, value, 0.25, Rules()),
+        lambda: launch.backward(torch.zeros_like(out), (query, key, value, out, lse), 0.25),
         lambda: storing.store(key, codes, scale),
     ):
         with pytest.raises(RuntimeError, match="native backend: it was never built here"):
@@ -297,4 +297,4 @@ def test_without_the_library_every_way_in_says_why(monkeypatch: pytest.MonkeyPat
 def test_a_rule_that_is_negated_lazily_is_refused() -> None:
     sinks = torch._neg_view(torch.ones(H))
     with pytest.raises(ValueError, match="sink_logits: got a lazily negated or zero tensor, expected numbers"):
-        entry.forward(*tensors(), 0.25, Rules(sink_logits=sinks))
+        launch.forward(*tensors(), 0.25, Rules(sink_logits=sinks))

@@ -21,8 +21,8 @@ from adaattn_hf.attention.stored import (
     quantise,
 )
 from adaattn_hf.attention.structure import MaskStructure
-from adaattn_hf.backends.native import entry
-from adaattn_hf.backends.native.launch import asked_of
+from adaattn_hf.backends.native import launch
+from adaattn_hf.backends.native.launch import rules_of
 from adaattn_hf.backends.native.library import LEVELS, level_names
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.native.storing import store
@@ -49,10 +49,10 @@ def stored(k: Tensor, v: Tensor, bits: int, rotated: bool, extras: bool) -> tupl
     return keys, values, StoredKV(key_scale, value_scale, mean, first, rotated)
 
 
-def rules_of(record: StoredKV, **more: object) -> Rules:
+def rules_over_codes(record: StoredKV, **more: object) -> Rules:
     x, codes = torch.zeros(2, 2, 1, 64), torch.zeros(2, 2, 1, 64, dtype=torch.int8)
     call = AttentionCall(x, codes, codes, MaskStructure(2, 1, 1), 1.0, stored=record)
-    return asked_of(call, Rules(**more))  # type: ignore[arg-type]
+    return rules_of(call, Rules(**more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", level_names())
@@ -65,8 +65,8 @@ def test_attention_reads_what_is_stored(level: str, q_len: int, dtype: torch.dty
     q = torch.randn(2, 8, q_len, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     k, v = tokens(2, 2, 2, 900, 64), tokens(3, 2, 2, 900, 96)
     keys, values, record = stored(k, v, bits, rotated=not plain, extras=not plain)
-    rules = rules_of(record, causal=True, offset=900 - q_len)
-    out, lse = entry.forward(q, keys, values, 0.02, rules, need_lse=True, level=LEVELS.index(level))
+    rules = rules_over_codes(record, causal=True, offset=900 - q_len)
+    out, lse = launch.forward(q, keys, values, 0.02, rules, need_lse=True, level=LEVELS.index(level))
     structure = MaskStructure(2, q_len, 900, causal=True, q_offset=900 - q_len)
     dequantised = record.keys(keys, torch.float32), record.values(values, torch.float32)
     truth = reference.attention(AttentionCall(q.float(), *dequantised, structure, 0.02))
@@ -83,8 +83,8 @@ def test_scores_that_are_compared_with_others_get_their_mean_back(level: str, q_
     k, v = tokens(2, 1, 2, 130, 32), tokens(3, 1, 2, 130, 32)
     keys, values, record = stored(k, v, 8, rotated=True, extras=True)
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
-    rules = rules_of(record, softcap=2.0, sink_logits=sinks)
-    out, _ = entry.forward(q, keys, values, 0.05, rules, level=LEVELS.index(level))
+    rules = rules_over_codes(record, softcap=2.0, sink_logits=sinks)
+    out, _ = launch.forward(q, keys, values, 0.05, rules, level=LEVELS.index(level))
     dequantised = record.keys(keys, torch.float32), record.values(values, torch.float32)
     wide = AttentionCall(q, *dequantised, MaskStructure(1, q_len, 130), 0.05, softcap=2.0, sink_logits=sinks)
     assert sqnr(reference.attention(wide).out, out) > 100

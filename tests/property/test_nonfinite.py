@@ -10,7 +10,7 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.reference import attention
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
-from adaattn_hf.backends.native import entry
+from adaattn_hf.backends.native import launch
 from adaattn_hf.backends.native.library import LEVELS, level_names, missing
 from adaattn_hf.backends.native.rules import Rules
 
@@ -87,7 +87,7 @@ def test_every_instruction_set_and_product_lets_them_out(level: str, compute: st
     for q_len, kv_len in SIZES:
         (query, key, value), structure = poisoned(where, what, q_len, kv_len, torch.float32)
         rules = Rules(causal=True, offset=kv_len - q_len, compute=compute)
-        out, lse = entry.forward(query, key, value, 0.2, rules, need_lse=True, level=LEVELS.index(level))
+        out, lse = launch.forward(query, key, value, 0.2, rules, need_lse=True, level=LEVELS.index(level))
         assert lse is not None
         rows = bad_rows(where, AttentionCall(query, key, value, structure, 0.2))
         assert rows.any() or (what == what and kv_len < 16)

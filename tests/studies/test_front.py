@@ -11,20 +11,28 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel, XLMRobertaConfig, XLMRobertaForSequenceClassification, XLMRobertaModel
 
+import adaattn_hf
 from adaattn_hf.errors import UsageError
 from studies import quality
 from studies.front import __main__ as front
-from studies.front import jobs, page
+from studies.front import jobs, page, served
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CPU = torch.device("cpu")
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+LENGTHS = (20, 10, 8, 4, 3, 3, 2, 2)
+BERT = "BERT", BertModel, BertConfig(**TINY)
+XLMR = "XLM-R", XLMRobertaModel, XLMRobertaConfig(**TINY, max_position_embeddings=30)
+RERANKER = "a reranker", XLMRobertaForSequenceClassification, XLMR[2]
 OUT = {"flex_attention": "compiles for long"}
 MAKES: dict[str, Callable[[], jobs.Job]] = {
-    "unsorted": lambda: jobs.encoders(CPU, (20, 10, 8, 4, 3, 3, 2, 2), "float32", TINY, absent=OUT),
-    "sorted": lambda: jobs.encoders(CPU, (8, 8, 8, 8), "float32", TINY, absent=OUT),
-    "query": lambda: jobs.encoders(CPU, (4,), "float32", TINY, absent=OUT),
+    "unsorted": lambda: jobs.encoders(CPU, LENGTHS, BERT, OUT, "float32", 0, True),
+    "sorted": lambda: jobs.encoders(CPU, (8, 8, 8, 8), BERT, OUT, "float32", 0, True),
+    "query": lambda: jobs.encoders(CPU, (4,), BERT, OUT, "float32", 0, True),
+    "gpu embedder": lambda: jobs.encoders(CPU, LENGTHS, XLMR, OUT, "float32"),
+    "gpu reranker sorted": lambda: jobs.encoders(CPU, LENGTHS, RERANKER, OUT, "float32", 3),
     "prompt": lambda: jobs.prompt(CPU, 2, 16, TINY, left=True, absent=OUT),
     "step": lambda: jobs.steps(CPU, 1, 64, TINY, absent=OUT),
 }
@@ -42,7 +50,8 @@ def test_each_cell_has_every_arm_of_the_protocol(name: str, tmp_path: Path, monk
     assert page.checked(cells) is cells
     arms = cells[name]["arms"]
     assert {len(arm["process"]) for arm in arms.values() if "wall" in arm} == {page.LEAST}
-    assert arms["adaattn" if name in ("unsorted", "sorted", "query") else "adaattn, DynamicCache"]["wall"]
+    assert arms["adaattn, DynamicCache" if name in ("prompt", "step") else "adaattn"]["wall"]
+    assert ("sorted, in batches of 3" in cells[name]["says"]) is (name == "gpu reranker sorted")
     monkeypatch.setitem(front.CELLS, name, lambda device, directory: pytest.fail("measured again"))
     front.main()
     monkeypatch.setattr(sys, "argv", ["front", str(file), "no such cell"])
@@ -62,6 +71,38 @@ def test_an_arm_that_cannot_run_is_kept_with_its_reason_and_one_is_not_first_in_
     assert found["eager"] == {"absent": "RuntimeError: no kernel"}
     assert found["flex_attention"] == {"absent": "left out"}
     assert order[4:] == ["sdpa", "adaattn", "adaattn", "sdpa"]
+
+
+def test_texts_without_padding_are_those_of_the_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "way", lambda model, call, name: jobs.Arm(call))
+    arm = jobs.encoders(CPU, LENGTHS, XLMR, OUT, "float32").arms[jobs.FLAT]
+    assert isinstance(arm, jobs.Arm)
+    model, (flat,) = arm.call.args  # type: ignore[attr-defined]
+    model.set_attn_implementation("adaattn")
+    rows = flat["input_ids"][0].split(LENGTHS)
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)
+    with torch.no_grad():
+        found, expected = model(**flat)[0][0], model(padded, attention_mask=(padded != 1).long())[0]
+    torch.testing.assert_close(found, expected[padded != 1], atol=1e-5, rtol=1e-5)
+
+
+def test_an_engine_reads_prompts_once_and_an_arm_serves_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "WINDOW", 16)
+    read: list[int] = []
+    job = served.requests(CPU, None, 2, 80)
+    assert list(job.arms)[-1] == served.PLAN
+    assert "16 keys and 4 sinks" in job.conditions["plan"]
+    engine = job.arms[served.PLAN].call  # type: ignore[union-attr]
+    assert adaattn_hf.plan_of(engine.model) is not None  # type: ignore[attr-defined]
+    engine.model.model.embed_tokens.register_forward_pre_hook(lambda _, ids: read.append(ids[0].numel()))  # type: ignore[attr-defined]
+    try:
+        assert engine() > 0
+        assert sum(read) >= 160
+        read.clear()
+        assert engine() > 0
+        assert sum(read) <= 2 * (80 - 64 + served.NEW), "two pages of each prompt are kept"
+    finally:
+        job.after()
 
 
 @pytest.fixture
@@ -107,6 +148,24 @@ def test_cells_of_several_sources_name_their_commits(cells: dict[str, Any]) -> N
     assert "; commit " not in page.every_arm(cells)
     cells[NAME]["provenance"].update(source="another", commit="abcdef123456")
     assert page.every_arm(page.checked(cells)).count("; commit abcdef123") == 1
+
+
+def test_rerankers_have_a_table_of_their_own_with_the_memory_of_a_call(cells: dict[str, Any]) -> None:
+    assert page.of_texts(cells) == "Not measured yet."
+    name, unpadded = "gpu reranker 256", "flash_attention_2, unpadded"
+    cells[name] = copy.deepcopy(cells[NAME])
+    with pytest.raises(UsageError, match=f"no 15 rounds of '{unpadded}'"):
+        page.checked(cells)
+    for arm in (arms := cells[name]["arms"]).values():
+        arm["peak"] = 3 << 20
+    arms[unpadded] = copy.deepcopy(arms["sdpa"]) | {"wall": [1e-6] * page.LEAST}
+    arms["adaattn, plan"] = arms[unpadded]
+    shown = page.of_texts(page.checked(cells))
+    assert shown.count("[Encoders](guides/encoders.md)") == 1
+    assert "| flash-attn 2, unpadded |" in shown.splitlines()[2]
+    assert shown.count("memory of a call, MiB") == 1
+    assert shown.count("| 3 |") == sum("wall" in arm for arm in arms.values())
+    assert page.stock_and_ours(cells[name])[1] == "adaattn", "a plan is not what the string alone brings"
 
 
 def test_a_row_without_its_cell_is_refused(cells: dict[str, Any]) -> None:

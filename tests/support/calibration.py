@@ -8,14 +8,14 @@ from typing import Any
 from adaattn_hf.calibration import assemble, inputs
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration.inputs import Inputs, Run
-from adaattn_hf.calibration.measure import measured
+from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.policy.prices import Price, PriceTable
 
 
-def calibrate(model: Any, *given: Any, **more: Any) -> Calibration:
-    return calibration.decided(measured(Subject(model), *given, run=_run(more), **more))
+def calibrate(model: Any, *given: Any, prices: PriceTable | None = None, **more: Any) -> Calibration:
+    return calibration.decided(measure(open_inputs(model, *given, **more), prices))
 
 
 def open_inputs(model: Any, *given: Any, **more: Any) -> Inputs:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from adaattn_hf.attention.stored import quantise
-from adaattn_hf.backends.native import entry
+from adaattn_hf.backends.native import launch
 from adaattn_hf.backends.native.rules import Rules
 from adaattn_hf.backends.native.storing import store
 
@@ -100,7 +100,7 @@ def judge_native(asked: NativeCall) -> str:
     """
     told = repr(asked)
     try:
-        out, lse = entry.forward(*asked.tensors, 0.3, asked.rules, need_lse=True)
+        out, lse = launch.forward(*asked.tensors, 0.3, asked.rules, need_lse=True)
     except Exception as error:  # which one is what is judged
         if raised_here(error):
             return "refused"
@@ -111,7 +111,7 @@ def judge_native(asked: NativeCall) -> str:
         plain = _laid_out(changed, asked.before, asked.changed)
     except (Unreadable, RuntimeError) as error:
         raise AssertionError(f"{told}: served though it does not fit") from error
-    again = entry.forward(*asked.tensors, 0.3, replace(asked.rules, **{asked.changed: plain}), need_lse=True)
+    again = launch.forward(*asked.tensors, 0.3, replace(asked.rules, **{asked.changed: plain}), need_lse=True)
     for ours, theirs in zip((out, lse), again, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True, msg=told)
     return "served"

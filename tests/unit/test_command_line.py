@@ -163,10 +163,6 @@ sys.exit(7)
 """
 
 
-def in_a_process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return fresh("-m", "adaattn_hf", *words, **environment)
-
-
 @pytest.fixture
 def program(tmp_path: Path) -> str:
     (tmp_path / "beside.py").write_text("")
@@ -182,7 +178,7 @@ def test_run_makes_the_name_known_and_hands_through_arguments_and_exit_code(
     words = ["--attn_implementation", "adaattn", "--help"]
     place = Path(program).parent
     for done in (
-        in_a_process("run", program, *words),
+        fresh("-m", "adaattn_hf", "run", program, *words),
         interpreter.run(AS_A_MODULE, place, "run", "-m", "program", *words),
     ):
         assert done.returncode == 7, done.stderr[-2000:]
@@ -195,8 +191,11 @@ def test_without_run_the_same_program_fails(program: str, interpreter: WarmInter
     assert "adaattn" in done.stderr
 
 
-def test_run_finds_the_programs_of_an_environment_that_is_not_activated() -> None:
-    done = in_a_process("run", "--", "pytest", "--version", PATH="/nowhere")
+def test_run_finds_the_programs_of_an_environment_that_is_not_activated(
+    interpreter: WarmInterpreter, tmp_path: Path
+) -> None:
+    elsewhere = "import os; os.environ['PATH'] = '/nowhere'\n"
+    done = interpreter.run(elsewhere + AS_A_MODULE, tmp_path, "run", "--", "pytest", "--version")
     assert done.stdout.startswith("pytest "), done.stderr[-2000:]
 
 

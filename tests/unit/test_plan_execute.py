@@ -168,8 +168,8 @@ def test_decode_steps_stay_exact_where_the_plan_says_so(choice: Choice) -> None:
         weights = execute.weights(bound_layer, step)
         torch.testing.assert_close(weights, attention_weights(step))
         part = bound_layer.of_heads((0,))
-        assert part.is_exact_for(rows)
-        assert not part.is_exact_for(MIN_PREFILL_ROWS)
+        assert part.of_call(1, rows) is None
+        assert part.of_call(1, MIN_PREFILL_ROWS) is part
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.label)

@@ -102,11 +102,20 @@ def test_a_page_of_wikitext_that_is_null_is_named(tmp_path: Path) -> None:
         corpora.load(f"wikitext:{path}")
 
 
-def test_a_wrong_line_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"text": ', "is not JSON"), ("[" * 200_000, "is not JSON"), (f'{{"n": {"1" * 5000}}}', "is not JSON"),
+        (r'{"text": "a \ud83d b"}', "holds half of a character"),
+    ],
+    ids=["cut", "deep", "long", "half"],
+)  # fmt: skip
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"text": "one"}\n{"text": \n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl line 2 is not JSON"):
-        calibrated(path)
+    path.write_text(f'{{"text": "\\ud83d\\ude00"}}\n{line}\n')
+    for read, error in ((calibrated, ValueError), (evaluated, DataUnavailable)):
+        with pytest.raises(error, match=rf"(line|row) 2.*{says}"):
+            read(path)
 
 
 def test_calibration_refuses_tables_and_directories_without_text(tmp_path: Path) -> None:

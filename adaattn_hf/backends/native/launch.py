@@ -2,69 +2,145 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...attention.call import AttentionCall, AttentionResult, narrowed
+from ...attention.call import AttentionCall, AttentionResult, head_dim_of, narrowed
 from ...attention.gradients import first_order, sink_gradient
 from ...attention.heads import HeadRules, joined_heads, some_heads
 from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallKind
-from ...attention.structure import MaskStructure
 from ..base import Kernel
-from . import entry
-from .guard import FLOATS, OFFSETS
-from .library import HEADS, loaded
-from .rules import ALL_ALIKE, COMPUTE, NOTHING_ELSE, Rules, codes_packed, find_rules
+from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
+from .rules import (
+    ALL_ALIKE,
+    FLOATS,
+    NO_RULES,
+    NONE4,
+    NOTHING_ELSE,
+    OFFSETS,
+    Rules,
+    check_rule,
+    codes_packed,
+    find_rules,
+    readable,
+)
 
 _FIND_RULES = (find_rules,)
 _new = tuple.__new__
 
 _EXTRAS = SOFTCAP | SINKS | BIAS | LSE | SUBCLASS
 
+NO_BACKWARD = bytes(BACKWARD.size)
+_ERRORS = {
+    -1: "the native kernels were called with inconsistent extents, with segments outside the "
+    "tensors, or backward with int8 keys",
+    -2: "the native kernels ran out of memory",
+    -3: "the native kernels have no code for the instruction set that was asked for",
+}
+
 
 def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
     """Calls of one kind as one call of the library each, without a gradient; one for each precision of their heads."""
     groups = [] if rules is None else groups_of(rules, kind.dtype)
     in_full: Kernel = (lambda call: by_groups(call, groups)) if groups else computed
-    if kind.features & _EXTRAS or len(groups) > 1 or (groups and groups[0].key_mean is not None):
+    if kind.features & _EXTRAS or len(groups) > 1 or (groups and groups[0][1].key_mean is not None):
         return in_full
-    native, of_heads = loaded(), groups[0].packed if groups else ALL_ALIKE
+    # the groups keep alive the windows that are packed
+    native, of_heads = loaded(), groups[0][1].heads_packed() if groups else ALL_ALIKE
     heads, dim_v, sinks = kind.heads, kind.head_dim_v, rules is not None and any(rules.sinks)
 
     def launch(call: AttentionCall) -> AttentionResult:
         query, key, value, structure = call.query, call.key, call.value, call.structure
-        seen = structure.made.get(_FIND_RULES) or structure.cached(find_rules)
-        end = NOTHING_ELSE if call.stored is None else codes_packed(call.stored, key)
+        visible = structure.made.get(_FIND_RULES) or structure.cached(find_rules)
+        codes = NOTHING_ELSE if call.stored is None else codes_packed(call.stored, key)
         try:
-            # as `guard.lies` asks of each, without a call for each in every layer; the kind says the device
-            readable = (
+            # as `in_memory` asks of each, without a call for each in every layer; the kind says the device
+            in_place = (
                 (q_at := query.data_ptr()) > OFFSETS
                 and (k_at := key.data_ptr()) > OFFSETS
                 and (v_at := value.data_ptr()) > OFFSETS
                 and not (query.is_neg() or key.is_neg() or value.is_neg())
             )
         except (RuntimeError, NotImplementedError):
-            readable = False  # sparse tensors and the like have no storage to ask for
-        at_runs = rules is None or (seen.mask is None and (seen.sinks_at_runs or not sinks))
-        if end is None or not readable or not at_runs:
-            # tensors that must be written out first, and masks
-            call.check()
+            in_place = False  # sparse tensors and the like have no storage to ask for
+        if codes is None or not in_place:
+            call.check()  # tensors that must be written out first, or refused
+            return in_full(call)
+        if rules is not None and (visible.mask is not None or (sinks and not visible.sinks_at_runs)):
             return in_full(call)
         out = query.new_empty(structure.batch, structure.q_len, heads, dim_v)
-        packed = seen.visible + of_heads + end
-        entry.run(
-            native.forward, (query, key, value), (q_at, k_at, v_at), (out, None), call.scaling, packed, native.level
-        )
+        packed = visible.visible + of_heads + codes
+        run(native.forward, (query, key, value), (q_at, k_at, v_at), (out, None), call.scaling, packed, native.level)
         return _new(AttentionResult, (out, None))  # without a call of Python for each layer
 
     return launch
 
 
-def asked_of(call: AttentionCall, rules: Rules | None = None) -> Rules:
+Groups = Sequence[tuple[tuple[int, ...], Rules]]
+"""Key/value heads that one call of the library serves, and what it asks for of them."""
+
+
+def groups_of(
+    rules: HeadRules, dtype: torch.dtype, windows: Sequence[tuple[int | None, int]] | None = None
+) -> list[tuple[tuple[int, ...], Rules]]:
+    """The calls of the library for heads with rules of their own, whose queries have a dtype: one for each precision.
+
+    Where `windows` (and sinks) of the heads are given, heads of a call have one in common, and it asks for none.
+    """
+    alike: dict[tuple[str, Any], list[int]] = {}
+    for head, precision in enumerate(rules.precisions):
+        alike.setdefault((precision, None if windows is None else windows[head]), []).append(head)
+    groups = []
+    for (precision, _), heads in alike.items():
+        # products of half precision are those of the model, but for int8
+        of_heads = Rules(compute=precision if precision == "int8" or dtype == torch.float32 else "model")
+        if windows is None:
+            lengths = [rules.windows[head] or -1 for head in heads]
+            of_heads.head_windows = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+            of_heads.head_sinks = torch.tensor([rules.sinks[head] for head in heads], dtype=torch.int64, device="cpu")
+        if precision == "int8" and rules.key_mean is not None:
+            of_heads.key_mean = rules.key_mean.detach()[heads].float()[None].contiguous()
+        groups.append((tuple(heads), of_heads))
+    return groups
+
+
+def by_groups(call: AttentionCall, groups: Groups) -> AttentionResult:
+    """Any call whose heads have rules of their own.
+
+    Where a mask says what queries see, or sinks count from elsewhere than where runs begin, each head's window becomes
+    part of a mask: there heads of one window share a call.
+    """
+    rules, structure = call.per_head, call.structure
+    assert rules is not None
+    visible, windows = structure.cached(find_rules), None
+    if visible.mask is not None or (any(rules.sinks) and not visible.sinks_at_runs):
+        windows = rules.windows_in(structure)
+        groups = groups_of(rules, call.query.dtype, windows)
+    results: list[tuple[tuple[int, ...], AttentionResult]] = []
+    for heads, of_heads in groups:
+        part = some_heads(call, heads)
+        if windows is not None:
+            window, sinks = windows[heads[0]]
+            visible = find_rules(part.structure.with_changes(window=window, sinks=sinks))
+        asked = replace(
+            visible, compute=of_heads.compute, key_mean=of_heads.key_mean,
+            head_windows=of_heads.head_windows, head_sinks=of_heads.head_sinks,
+        )  # fmt: skip
+        results.append((heads, computed(part, asked)))
+    return joined_heads(results, call.query.shape[1] // call.key.shape[1])
+
+
+def computed(call: AttentionCall, rules: Rules | None = None) -> AttentionResult:
+    """The library's answer to any call whose heads all do the same, without a gradient; `rules` as in `rules_of`."""
+    tensors = call.query, call.key, call.value
+    return AttentionResult(*forward(*tensors, call.scaling, rules_of(call, rules), need_lse=call.need_lse))
+
+
+def rules_of(call: AttentionCall, rules: Rules | None = None) -> Rules:
     """All that a call asks for beside its tensors; `rules` stand for those of its structure."""
     rules = call.structure.cached(find_rules) if rules is None else rules
     stored, bias, changes = call.stored, call.bias, dict[str, Any]()
@@ -84,10 +160,10 @@ def asked_of(call: AttentionCall, rules: Rules | None = None) -> Rules:
     return replace(rules, **changes) if changes else rules
 
 
-def computed(call: AttentionCall, rules: Rules | None = None) -> AttentionResult:
-    """The library's answer to any call whose heads all do the same, without a gradient; `rules` as in `asked_of`."""
-    tensors, asked = (call.query, call.key, call.value), asked_of(call, rules)
-    return AttentionResult(*entry.forward(*tensors, call.scaling, asked, need_lse=call.need_lse))
+def differentiated(call: AttentionCall) -> AttentionResult:
+    """The same with gradients."""
+    inputs = call.query, call.key, call.value, call.bias, call.sink_logits
+    return AttentionResult(*_Differentiable.apply(*inputs, call.scaling, rules_of(call)))  # type: ignore[no-untyped-call]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -97,7 +173,7 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         """Computes the output and the log-sum-exp; the rules, which come last, already hold bias and learned sinks."""
         q, k, v, bias, sinks, scaling, rules = inputs
-        out, lse = entry.forward(q, k, v, scaling, rules, need_lse=True)
+        out, lse = forward(q, k, v, scaling, rules, need_lse=True)
         assert lse is not None
         ctx.save_for_backward(q, k, v, bias, sinks, out, lse)
         ctx.scaling, ctx.rules = scaling, rules
@@ -109,75 +185,120 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key, value, bias and learned sinks."""
         q, k, v, bias, sinks, out, lse = ctx.saved_tensors
-        wanted, need_sinks = bias if ctx.needs_input_grad[3] else None, ctx.needs_input_grad[4]
-        dq, dk, dv, dbias = entry.backward(grad, (q, k, v, out, lse), ctx.scaling, ctx.rules, bias=wanted)
+        trained_bias, need_sinks = bias if ctx.needs_input_grad[3] else None, ctx.needs_input_grad[4]
+        dq, dk, dv, dbias = backward(grad, (q, k, v, out, lse), ctx.scaling, ctx.rules, bias=trained_bias)
         dsinks = sink_gradient(grad, out, lse, sinks) if need_sinks else None
         return dq, dk, dv, dbias, dsinks, None, None
 
 
-def differentiated(call: AttentionCall) -> AttentionResult:
-    """The same with gradients."""
-    inputs = call.query, call.key, call.value, call.bias, call.sink_logits
-    return AttentionResult(*_Differentiable.apply(*inputs, call.scaling, asked_of(call)))  # type: ignore[no-untyped-call]
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    rules: Rules = NO_RULES,
+    *,
+    need_lse: bool = False,
+    level: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention without autograd: `out` `[batch, q_len, heads, head_dim_v]` and `lse` `[batch, heads, q_len]`, in nats.
 
-
-class Group(NamedTuple):
-    """Key/value heads of one precision, which one call of the library serves.
-
-    `packed` points to `tensors`, windows and sinks, int64 `[heads]`. Int8 products take `key_mean`, fp32 `[1, heads,
-    head_dim]`, off the keys.
+    The tensors, of any strides, are those of an `AttentionCall` that asks for something: `q` `[batch, heads, q_len,
+    head_dim]`; `k` `[batch, num_kv_heads, kv_len, head_dim]`, in the query's dtype or int8; `v` alike, beside int8 keys
+    also uint8 with half the channels, two values of four bits to a byte. `lse` is good to 1e-4 with bfloat16 products,
+    to 1e-5 else, and None without `need_lse`. `level` is the number of an instruction set, for tests, else the
+    library's choice. RuntimeError: the library is missing or refuses the call.
     """
+    native = loaded()
+    (q, k, v), packed = rules.packed(q, k, v)
+    batch, heads, q_len, _ = q.shape
+    # plain tensors, whatever subclass the query is of
+    out = torch.empty(batch, q_len, heads, head_dim_of(v), dtype=q.dtype, device="cpu")
+    lse = torch.empty(batch, heads, q_len, dtype=torch.float32, device="cpu") if need_lse else None
+    level = native.level if level is None else level
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    run(native.forward, (q, k, v), addresses, (out, lse), scaling, packed, level)
+    return out, lse
 
-    heads: tuple[int, ...]
-    packed: bytes
-    tensors: tuple[Tensor, Tensor]
-    precision: str
-    key_mean: Tensor | None
 
+def backward(
+    grad: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    scaling: float,
+    rules: Rules = NO_RULES,
+    *,
+    bias: Tensor | None = None,
+    level: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key, value and bias; the same numbers every time, for any number of threads.
 
-def groups_of(rules: HeadRules, dtype: torch.dtype, structure: MaskStructure | None = None) -> list[Group]:
-    """The calls of the library for heads with rules of their own, whose queries have a dtype.
-
-    With a `structure` heads of a group have one window in it, too.
+    `grad` has any strides; `saved` are query, key and value, which are not int8, and what `forward` returned; `bias` is
+    one that wants a gradient, as the call has it. A library that is missing or refuses the call is a RuntimeError.
     """
-    alike: dict[tuple[str, tuple[int | None, int] | None], list[int]] = {}
-    for head, precision in enumerate(rules.precisions):
-        window = None if structure is None else rules.window_in(structure, head)
-        alike.setdefault((precision, window), []).append(head)
-    found = []
-    for (precision, _), heads in alike.items():
-        # products of half precision are those of the model, but for int8
-        compute = precision if precision == "int8" or dtype == torch.float32 else "model"
-        windows = torch.tensor([rules.windows[head] or -1 for head in heads], dtype=torch.int64, device="cpu")
-        sinks = torch.tensor([rules.sinks[head] for head in heads], dtype=torch.int64, device="cpu")
-        packed = HEADS.pack(COMPUTE[compute], windows.data_ptr(), sinks.data_ptr())
-        mean = None
-        if precision == "int8" and rules.key_mean is not None:
-            mean = rules.key_mean.detach()[heads].float()[None].contiguous()
-        found.append(Group(tuple(heads), packed, (windows, sinks), compute, mean))
-    return found
+    native = loaded()
+    q, k, v, out, lse = saved
+    (q, k, v), packed = rules.packed(q, k, v)
+    out, lse, grad = readable(out=out, lse=lse, grad=grad)
+    shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    check_rule("grad", grad, shape, q.dtype, "strided")
+    check_rule("out", out, shape, q.dtype, "contiguous")
+    check_rule("lse", lse, tuple(q.shape[:3]), torch.float32, "contiguous")
+    # queries and keys of no segment are not written to
+    make = torch.empty if rules.segments is None else torch.zeros
+    dq = make(q.shape, dtype=q.dtype, device="cpu")
+    dk = torch.zeros(k.shape, dtype=k.dtype, device="cpu")
+    dv = torch.zeros(v.shape, dtype=v.dtype, device="cpu")
+    dbias = torch.zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32, device="cpu") if bias is not None else None
+    g = grad.transpose(1, 2)
+    tail = BACKWARD.pack(
+        g.data_ptr(), *g.stride(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+        *dq.stride(), *dk.stride(), *dv.stride(),
+        *((0, *NONE4) if dbias is None else (dbias.data_ptr(), *dbias.stride())),
+    )  # fmt: skip
+    level = native.level if level is None else level
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    run(native.handle.ada_backward, (q, k, v), addresses, (out, lse), scaling, packed, level, tail)
+    return dq, dk, dv, None if bias is None or dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
 
 
-def by_groups(call: AttentionCall, groups: Sequence[Group]) -> AttentionResult:
-    """Any call whose heads have rules of their own.
+def run(
+    function: Callable[[bytes], int],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    addresses: tuple[int, int, int],
+    outputs: tuple[Tensor, Tensor | None],
+    scaling: float,
+    rules: bytes,
+    level: int,
+    backward: bytes = NO_BACKWARD,
+) -> None:
+    """Packs the argument structure of a call, and calls `ada_forward` or `ada_backward`, the function, by it.
 
-    Where a mask says what queries see, or sinks count from elsewhere than where runs begin, each head's window becomes
-    part of a mask: there heads of one window share a call.
+    `tensors` are query, key and value, which lie at `addresses` and for which the rules were checked. `outputs` are
+    contiguous: `out` `[batch, q_len, heads, head_dim_v]` and `lse` `[batch, heads, q_len]`, where it is computed. What
+    `rules` and `backward` point to, packed, must outlive the call. `level` is the number of an instruction set.
     """
-    rules, structure = call.per_head, call.structure
-    assert rules is not None
-    seen = structure.cached(find_rules)
-    dense = seen.mask is not None or (any(rules.sinks) and not seen.sinks_at_runs)
-    if dense:
-        groups = groups_of(rules, call.query.dtype, structure)
-    results: list[tuple[tuple[int, ...], AttentionResult]] = []
-    for group in groups:
-        part = some_heads(call, group.heads)
-        if dense:
-            window, sinks = rules.window_in(structure, group.heads[0])
-            asked = find_rules(part.structure.with_changes(window=window, sinks=sinks))
-        else:
-            asked = replace(seen, head_windows=group.tensors[0], head_sinks=group.tensors[1])
-        asked = replace(asked, compute=group.precision, key_mean=group.key_mean)
-        results.append((group.heads, computed(part, asked)))
-    return joined_heads(results, call.query.shape[1] // call.key.shape[1])
+    (query, key, value), (out, lse) = tensors, outputs
+    if type(out) is not Tensor:
+        raise RuntimeError(
+            "the native kernels were given no memory to write to: a dispatch mode (FakeTensorMode, say) makes tensors "
+            'without any; use attn_implementation="adaattn_sdpa" under it'
+        )
+    batch, heads, q_len, dim = query.shape
+    _, kv_heads, kv_len, _ = key.shape
+    dim_v = out.shape[3]
+    layout = LAYOUT.pack(
+        DTYPES[query.dtype], DTYPES[key.dtype], DTYPES[value.dtype],
+        batch, heads, kv_heads, q_len, kv_len, dim, dim_v,
+        *query.stride(), *key.stride(), *value.stride(), q_len * heads * dim_v, dim_v, heads * dim_v, 1,
+    )  # fmt: skip
+    arguments = CALL.pack(
+        *addresses, out.data_ptr(), 0 if lse is None else lse.data_ptr(), layout, scaling,
+        torch.get_num_threads(), level, rules, backward,
+    )  # fmt: skip
+    if status := function(arguments):
+        raise error_of(status)
+
+
+def error_of(status: int) -> RuntimeError:
+    """The error that a status of the library stands for."""
+    return RuntimeError(_ERRORS[status])

@@ -57,12 +57,11 @@ def backward_op(
     need_bias: bool, grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias; the last is empty where it is not asked for."""
-    from . import entry
-    from .launch import asked_of
+    from .launch import backward, rules_of
 
     call, bias = _call(inputs), inputs[3] if need_bias else None
     saved = call.query, call.key, call.value, out, lse
-    dq, dk, dv, dbias = entry.backward(grad, saved, call.scaling, asked_of(call), bias=bias)
+    dq, dk, dv, dbias = backward(grad, saved, call.scaling, rules_of(call), bias=bias)
     return dq, dk, dv, grad.new_empty(0) if dbias is None else dbias
 
 

@@ -1,19 +1,30 @@
-"""What a call of the library asks for beyond its tensors, and how a structure becomes that."""
+"""What a call of the library asks for beyond its tensors, how a structure becomes that, and the checks before it.
+
+The kernels read raw memory, so nothing may reach them unchecked. That queries, keys and values belong together an
+`AttentionCall` has seen to. A call finds out cheaply whether its tensors are `in_memory`; only where one is not does it
+come to `readable`, to be put right or refused in words.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from ...attention.structure import MaskStructure
-from .guard import check_rule, lies
+from ...attention.tracing import holds_no_memory
 from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
 
 if TYPE_CHECKING:
     from ...attention.stored import StoredKV
+
+Form = Literal["contiguous", "rows", "strided", "broadcast"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+OFFSETS = 1 << 40
+"""An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
 
 _EIGHT_BITS = 5  # the number of `StoredKV`'s scales among the dtypes of the C interface
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
@@ -70,31 +81,23 @@ class Rules:
     sinks_at_runs: bool = True
     visible: bytes = b""
 
-    def check(self, batch: int, heads: int, q_len: int, dim: int, kv_heads: int, kv_len: int) -> None:
-        """Refuse tensors that do not fit a call of these extents (ValueError)."""
+    def packed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], bytes]:
+        """The three tensors with their numbers in memory, and the rules' part of the argument structure.
+
+        What is not `readable`, and rules that do not fit queries and keys, are a ValueError.
+        """
+        tensors = readable(query=query, key=key, value=value)
+        (batch, heads, q_len, dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
         sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
-        for name, (extents, dtype, form) in _COVERS:
+        for name, (letters, dtype, form) in _COVERS:
             tensor: Tensor | None = getattr(self, name)
             if tensor is None or (self.visible and name == "segments"):
                 continue  # the table of `find_rules` was made as the library reads them
-            asked = [sizes[letter] for letter in extents]
+            extents = [sizes[letter] for letter in letters]
             if name == "key_mean" and tensor.shape[:1] == (1,):
-                asked[0] = 1
-            check_rule(name, tensor, asked, dtype, form)
-
-    def see(self) -> bytes:
-        """What queries see, packed."""
-        table, mask = self.segments, self.mask
-        return VISIBLE.pack(
-            pointer(table), 0 if table is None else table.shape[0], self.offset,
-            self.causal, self.window, self.sinks,
-            pointer(mask), *(NONE4 if mask is None else _broadcast(mask)),
-        )  # fmt: skip
-
-    def packed(self) -> bytes:
-        """The rules' part of the argument structure."""
+                extents[0] = 1
+            check_rule(name, tensor, extents, dtype, form)
         bias, scale, mean, first = self.bias, self.key_scale, self.key_mean, self.first_key
-        heads = HEADS.pack(COMPUTE[self.compute], pointer(self.head_windows), pointer(self.head_sinks))
         scores = SCORES.pack(
             self.softcap, pointer(self.sink_logits), pointer(bias),
             *((0, *NONE4) if bias is None else (DTYPES[bias.dtype], *_broadcast(bias))),
@@ -105,7 +108,20 @@ class Rules:
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
             pointer(first), self.rotated, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
-        return (self.visible or self.see()) + heads + scores + stored
+        return tensors, (self.visible or self.see()) + self.heads_packed() + scores + stored
+
+    def see(self) -> bytes:
+        """What queries see, packed."""
+        table, mask = self.segments, self.mask
+        return VISIBLE.pack(
+            pointer(table), 0 if table is None else table.shape[0], self.offset,
+            self.causal, self.window, self.sinks,
+            pointer(mask), *(NONE4 if mask is None else _broadcast(mask)),
+        )  # fmt: skip
+
+    def heads_packed(self) -> bytes:
+        """What heads do apart from one another, packed."""
+        return HEADS.pack(COMPUTE[self.compute], pointer(self.head_windows), pointer(self.head_sinks))
 
 
 def pointer(t: Tensor | None) -> int:
@@ -124,15 +140,15 @@ _COVERS = tuple((one.name, one.metadata["covers"]) for one in fields(Rules) if o
 
 def find_rules(structure: MaskStructure) -> Rules:
     """The rules of a structure; `structure.cached(find_rules)` makes them once for the layers of a pass."""
-    window = -1 if structure.window is None else min(structure.window, _FAR)
-    rules = Rules(structure.causal, window, min(structure.sinks, _FAR), sinks_at_runs=structure.sinks_at_runs)
+    at_runs, window = structure.sinks_at_runs, -1 if structure.window is None else min(structure.window, _FAR)
+    rules = Rules(structure.causal, window, min(structure.sinks, _FAR), sinks_at_runs=at_runs)
     if structure.one_run_a_row and structure.key_padding is None:
         rules.offset = structure.offset()
     # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
     elif (structure.chunk is None or not structure.sinks) and (runs := structure.segments()):
         rules.segments = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
     else:  # no runs could be told, or no query sees any key: an empty table would say that there are no borders
-        rules = Rules(mask=structure.visible(), sinks_at_runs=structure.sinks_at_runs)
+        rules = Rules(mask=structure.visible(), sinks_at_runs=at_runs)
     rules.visible = rules.see()
     return rules
 
@@ -149,7 +165,7 @@ def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:
     keys, values = stored.key_scale, stored.value_scale
     fits = keys.shape == scales == values.shape and keys.dtype is torch.uint8 is values.dtype
     mean, first = _place(stored.key_mean, vectors), _place(stored.first_key, vectors)
-    if not fits or mean < 0 or first < 0 or not (lies(keys) and lies(values)):
+    if not fits or mean < 0 or first < 0 or not (in_memory(keys) and in_memory(values)):
         return None
     step = 0 if batch == 1 or not mean else kv_heads * dim
     return _SCORES_ALONE + STORED.pack(
@@ -162,4 +178,66 @@ def _place(vector: Tensor | None, extents: tuple[int, ...]) -> int:
     if vector is None:
         return 0
     fits = vector.shape == extents and vector.dtype is torch.float32 and vector.is_contiguous()
-    return vector.data_ptr() if fits and lies(vector) else -1
+    return vector.data_ptr() if fits and in_memory(vector) else -1
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether the numbers of a real tensor lie where it says, found out cheaply; False needs a closer look."""
+    try:
+        return type(tensor) is Tensor and tensor.is_cpu and tensor.data_ptr() > OFFSETS and not tensor.is_neg()
+    except (RuntimeError, NotImplementedError):
+        return False  # sparse tensors and the like have no storage to ask for
+
+
+def readable(**tensors: Tensor) -> list[Tensor]:
+    """The tensors with their numbers in memory: lazily negated, conjugated and all-zero ones are written out.
+
+    A ValueError for another device or layout, storage that was freed, or a subclass that only traces, wraps or shards.
+    """
+    written = []
+    for name, tensor in tensors.items():
+        if not in_memory(tensor):
+            if holds_no_memory(tensor) or tensor.layout != torch.strided or not tensor.is_cpu:
+                raise ValueError(
+                    f"{name}: got a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}, expected a "
+                    "plain dense CPU tensor, whose memory the native kernels read; use "
+                    'attn_implementation="adaattn_sdpa"'
+                )
+            if tensor._is_zerotensor():
+                tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+            tensor = tensor.resolve_conj().resolve_neg()
+            if tensor.numel() and not tensor.untyped_storage().data_ptr():
+                raise ValueError(
+                    f"{name}: got shape {tuple(tensor.shape)} without memory: its storage was freed; gather the tensor "
+                    "before attention reads it"
+                )
+        written.append(tensor)
+    return written
+
+
+def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.dtype | None, form: Form) -> None:
+    """Refuse a tensor of the rules that does not cover the call; the ValueError says what it has and should have.
+
+    An extent of -1 stands for how many segments there are, which the kernels check themselves; a `dtype` of None for
+    any floating-point one of theirs. A `form` is `contiguous`, `rows` (each of which is), `strided` (any strides), or
+    `broadcast`: any strides, and 1 may stand for an extent.
+    """
+    shape = tuple(tensor.shape)
+    fits = shape == tuple(extents) or (
+        len(shape) == len(extents)
+        and all(
+            extent in (size, -1) or (form == "broadcast" and size == 1)
+            for size, extent in zip(shape, extents, strict=True)
+        )
+    )
+    if form == "contiguous":
+        fits = fits and tensor.is_contiguous()
+    elif form == "rows":
+        fits = fits and tensor.stride(-1) == 1
+    if not fits:
+        expected = tuple("n" if extent < 0 else extent for extent in extents)
+        raise ValueError(f"{name}: got shape {shape} with strides {tensor.stride()}, expected {expected}, {form}")
+    if not in_memory(tensor) and readable(**{name: tensor})[0] is not tensor:
+        raise ValueError(f"{name}: got a lazily negated or zero tensor, expected numbers in memory")
+    if tensor.dtype not in (FLOATS if dtype is None else (dtype,)):
+        raise ValueError(f"{name}: got {tensor.dtype}, expected {dtype or 'float32, bfloat16 or float16'}")

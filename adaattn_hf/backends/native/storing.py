@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .entry import error_of
-from .guard import FLOATS, check_rule
+from .launch import error_of
 from .library import DTYPES, STORE, library, loaded
+from .rules import FLOATS, check_rule
 
 
 def serves(x: Tensor) -> bool:

@@ -13,8 +13,8 @@ from .attention.gradients import sink_gradient
 from .attention.structure import MaskStructure
 from .backends import select
 from .backends.base import zero_output
-from .backends.native import entry
-from .backends.native.launch import asked_of, computed
+from .backends.native import launch
+from .backends.native.launch import computed, rules_of
 from .backends.native.library import missing
 from .run import packed_runs
 
@@ -93,7 +93,7 @@ def varlen_backward(
     """Gradients of query, key and value."""
     call = _call(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
     saved = call.query, call.key, call.value, out[None], lse[None]
-    gradients = entry.backward(grad[None], saved, scaling, asked_of(call))[:3]
+    gradients = launch.backward(grad[None], saved, scaling, rules_of(call))[:3]
     dq, dk, dv = (gradient[0].transpose(0, 1).contiguous() for gradient in gradients)
     return dq, dk, dv
 
