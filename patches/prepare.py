@@ -94,13 +94,13 @@ def prepare(
         ValueError: Unknown `on_padded`, a `cache` that this model cannot read, or `streaming` without a plan that has
             windows.
     """
-    held = model_in(model)
-    refuse_no_model(held)
+    root = model_in(model)
+    refuse_no_model(root)
     if on_padded not in ("run", "raise"):
         raise ValueError(f"on_padded: got {on_padded!r}, expected one of run, raise")
-    towers = [tower for _, tower in towers_of(held)]
+    towers = [tower for _, tower in towers_of(root)]
     if not towers:
-        raise PrepareError(f"model: {type(held).__name__} holds no Transformers model")
+        raise PrepareError(f"model: {type(root).__name__} holds no Transformers model")
     restore(model)
     with ExitStack() as on_error:
         on_error.callback(restore, model)
@@ -126,7 +126,7 @@ def prepare(
                 unpadding.on_padded = on_padded
                 unpadding.install()
                 parts.append(unpadding)
-                if any(tower is module for module in called_directly(held)):
+                if any(tower is module for module in called_directly(root)):
                     parts.append(DirectForward(tower))
         on_error.pop_all()
     return model

@@ -143,7 +143,7 @@ def convert_layers(
     # Steps of a captured graph read one mask for all layers: of all that there is room for. Streaming heads step in
     # graphs only where no sequence can grow beyond what their plan speaks for.
     full = all(type(layer) is DynamicLayer for layer in cache.layers)
-    within = room.most is not None and (plan is None or room.most <= plan.lengths[-1])
+    within = room.limit is not None and (plan is None or room.limit <= plan.lengths[-1])
     if within and stored != "model" and full and not cache.offloading:
         room = room._replace(fixed=True)
     layers: list[Any] = list(cache.layers)

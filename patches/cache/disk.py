@@ -98,9 +98,9 @@ def load_cache(path: str | Path, model: PreTrainedModel, **room: Any) -> AdaAttn
         layers = _checked_layers(cache, about, tensors, model)
     except PlanError as error:  # says what is wrong with the file
         raise ValueError(f"path: {path} {error}") from error
-    for index, (length, held) in layers.items():
+    for index, (length, parts) in layers.items():
         layer: Any = cache.layers[index]
-        layer.take({name: tensor.to(model.device) for name, tensor in held.items()}, length, model.dtype)
+        layer.take({name: tensor.to(model.device) for name, tensor in parts.items()}, length, model.dtype)
     return cache
 
 
@@ -141,19 +141,19 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _keys(where: str, found: Any, expected: set[str]) -> None:
-    if not isinstance(found, dict) or set(found) != expected:
-        got = sorted(found) if isinstance(found, dict) else found
-        raise PlanError(f"has a {where} of {got!r:.200}, expected {', '.join(sorted(expected))}; {_AGAIN}")
+def _keys(where: str, value: Any, expected: set[str]) -> None:
+    if not isinstance(value, dict) or set(value) != expected:
+        shown = sorted(value) if isinstance(value, dict) else value
+        raise PlanError(f"has a {where} of {shown!r:.200}, expected {', '.join(sorted(expected))}; {_AGAIN}")
 
 
 def _check_model(about: dict[str, Any], model: PreTrainedModel) -> None:
-    own, made = made_for(model), about["made_for"]
-    _keys("model", made, set(own))
-    for name, value in own.items():
-        if made[name] != value:
+    expected, saved = made_for(model), about["made_for"]
+    _keys("model", saved, set(expected))
+    for name, value in expected.items():
+        if saved[name] != value:
             raise PlanError(
-                f"was made for a model with {name} {made[name]!r:.40}, expected {name} {value!r:.40} of this "
+                f"was made for a model with {name} {saved[name]!r:.40}, expected {name} {value!r:.40} of this "
                 f"{type(model).__name__}; load it with the model that made it, or read the prompt again"
             )
     if about["weights"] is not None and about["weights"] != model_hash(model):
@@ -175,31 +175,31 @@ def _checked_layers(
     count = max(len(cache.layers), model.config.get_text_config(decoder=True).num_hidden_layers)
     layers = about["layers"]
     if not isinstance(layers, list) or len(layers) > count:
-        got = len(layers) if isinstance(layers, list) else layers
-        raise PlanError(f"holds {got!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}")
+        shown = len(layers) if isinstance(layers, list) else layers
+        raise PlanError(f"holds {shown!r:.40} layers, expected at most the {count} of {type(model).__name__}; {_AGAIN}")
     add_layers(cache, len(layers))
-    found: dict[int, tuple[int, dict[str, Tensor]]] = {}
+    checked: dict[int, tuple[int, dict[str, Tensor]]] = {}
     batch: int | None = None
-    for index, said in enumerate(layers):
-        if said == {}:
+    for index, description in enumerate(layers):
+        if description == {}:
             continue
-        _keys(f"layer {index}", said, _OF_LAYER)
+        _keys(f"layer {index}", description, _OF_LAYER)
         layer: Any = cache.layers[index]
-        for name, own in _described(layer).items():
-            if name != "length" and said[name] != own:
+        for name, expected in _described(layer).items():
+            if name != "length" and description[name] != expected:
                 raise PlanError(
-                    f"holds a layer {index} with {name} {said[name]!r:.40}, expected {own}, as of this "
+                    f"holds a layer {index} with {name} {description[name]!r:.40}, expected {expected}, as of this "
                     f"{type(model).__name__} and its plan; load it with the model and the plan that made it"
                 )
         prefix = f"{index}."
-        held = {name.removeprefix(prefix): tensors.pop(name) for name in [*tensors] if name.startswith(prefix)}
-        length = whole(said["length"], f"holds a layer {index} whose length", least=1)
-        batch = _check_layer(f"layer {index}", layer, cache.stored, held, length, batch)
+        parts = {name.removeprefix(prefix): tensors.pop(name) for name in [*tensors] if name.startswith(prefix)}
+        length = whole(description["length"], f"holds a layer {index} whose length", least=1)
+        batch = _check_layer(f"layer {index}", layer, cache.stored, parts, length, batch)
         layer.room.check(length)
-        found[index] = length, held
+        checked[index] = length, parts
     if tensors:
         raise PlanError(f"holds tensors {sorted(tensors)!r:.200} that no layer has, expected none; {_AGAIN}")
-    return found
+    return checked
 
 
 def _described(layer: Any) -> dict[str, Any]:
@@ -212,12 +212,12 @@ def _described(layer: Any) -> dict[str, Any]:
 
 
 def _check_layer(
-    where: str, layer: Any, stored: str, held: Mapping[str, Tensor], length: int, batch: int | None
+    where: str, layer: Any, stored: str, parts: Mapping[str, Tensor], length: int, batch: int | None
 ) -> int:
     """Returns the sequences that a layer's tensors are of; PlanError where they are not what such a layer keeps."""
     window = getattr(layer, "sliding_window", None)
     # extents by name: equal names are equal sizes, and some are known beforehand
-    known = {} if batch is None else {"batch": batch}
+    sizes = {} if batch is None else {"batch": batch}
     expected: dict[str, tuple[tuple[str, ...], tuple[torch.dtype, ...]]] = {}
     if layer.spans:
         expected["starts"] = ("batch",), (torch.int64,)
@@ -225,32 +225,32 @@ def _check_layer(
         prefix = f"{number}." if layer.spans else ""
         heads, count = f"{prefix}heads", f"{prefix}tokens"
         if layer.spans:
-            known[heads] = layer.spans.count(span)
+            sizes[heads] = layer.spans.count(span)
         if window is None:
-            known[count] = length if span is None else min(length, sum(span))
+            sizes[count] = length if span is None else min(length, sum(span))
         for name, (dtype, extent) in FORMATS[stored].parts.items():
             expected[prefix + name] = ("batch", heads, count, *extent), (dtype,) if dtype else _NUMBERS
-        for name in FORMATS[stored].beside:
+        for name in FORMATS[stored].per_sequence:
             expected[prefix + name] = ("batch", heads, "k"), (torch.float32,)
-    needed = {name for name in expected if name.rpartition(".")[2] not in FORMATS[stored].beside}
-    if not needed <= held.keys() <= expected.keys():
-        raise PlanError(f"has {sorted(held)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
-    for name, tensor in held.items():
+    needed = {name for name in expected if name.rpartition(".")[2] not in FORMATS[stored].per_sequence}
+    if not needed <= parts.keys() <= expected.keys():
+        raise PlanError(f"has {sorted(parts)!r:.200} in {where}, expected {', '.join(sorted(needed)):.200}")
+    for name, tensor in parts.items():
         extents, dtypes = expected[name]
         fits = tensor.ndim == len(extents) and all(
-            known.setdefault(extent, size) == size > 0 for extent, size in zip(extents, tensor.shape, strict=True)
+            sizes.setdefault(extent, size) == size > 0 for extent, size in zip(extents, tensor.shape, strict=True)
         )
         if not fits or tensor.dtype not in dtypes:
-            sizes = ", ".join(str(known.get(extent, "any")) for extent in extents)
+            shape = ", ".join(str(sizes.get(extent, "any")) for extent in extents)
             raise PlanError(
                 f"holds {name} of {where} as {tensor.dtype} {list(tensor.shape)}, expected "
-                f"{' or '.join(map(str, dtypes))} [{sizes}]"
+                f"{' or '.join(map(str, dtypes))} [{shape}]"
             )
-    if window is not None and not min(length, window - 1) <= known["tokens"] <= length:
-        raise PlanError(f"holds {known['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}")
-    starts = held.get("starts")
+    if window is not None and not min(length, window - 1) <= sizes["tokens"] <= length:
+        raise PlanError(f"holds {sizes['tokens']} tokens in {where}, expected {min(length, window - 1)} to {length}")
+    starts = parts.get("starts")
     if starts is not None and not bool(((starts >= 0) & (starts <= length)).all()):
         raise PlanError(
             f"begins its sequences at {starts.tolist()!r:.80} in {where}, expected whole numbers from 0 to {length}"
         )
-    return known["batch"]
+    return sizes["batch"]

@@ -28,12 +28,12 @@ class Format:
     Attributes:
         parts: The tensors of a store that grow with the tokens: dtype, None for the model's, and the extent of a token,
             if any: `k` channels of a key, `v` of a value, `w` half of these.
-        beside: Tensors of a sequence as a whole, fp32 `[batch, num_kv_heads, head_dim]`.
+        per_sequence: Tensors of a sequence as a whole, fp32 `[batch, num_kv_heads, head_dim]`.
         is_numbers: What is kept are the numbers that came.
     """
 
     parts: Mapping[str, tuple[torch.dtype | None, str]] = {"keys": (None, "k"), "values": (None, "v")}
-    beside: tuple[str, ...] = ()
+    per_sequence: tuple[str, ...] = ()
     is_numbers = True
 
     def store(self, keys: Tensor, values: Tensor, room: Room, tokens: int = 0) -> Store:
@@ -92,7 +92,7 @@ class Codes(Format):
     `along` which the errors of its keys cancel.
     """
 
-    beside = ("mean", "first", "along")
+    per_sequence = ("mean", "first", "along")
     is_numbers = False
 
     def __init__(self, bits: int) -> None:
@@ -107,8 +107,9 @@ class Codes(Format):
     def append(self, store: Store, keys: Tensor, values: Tensor) -> None:
         """Round tokens behind what is there; in a graph the device counts them."""
         if store.count is not None and torch.compiler.is_compiling():
-            beside = store.beside.get("mean"), store.beside.get("along")
-            store_tokens(keys, values, *store.rooms.values(), *beside, store.count, *(store.room.ring or (None, None)))
+            mean, along = store.per_sequence.get("mean"), store.per_sequence.get("along")
+            ring = store.room.ring or (None, None)
+            store_tokens(keys, values, *store.rooms.values(), mean, along, store.count, *ring)
             store.counted_on_the_device()
         else:
             super().append(store, keys, values)
@@ -119,49 +120,49 @@ class Codes(Format):
         if count and not length:
             # copied, since a view would keep the whole prompt
             first = keys[:, :, 0].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            store.beside["first"] = first
-            store.beside.pop("mean", None)
+            store.per_sequence["first"] = first
+            store.per_sequence.pop("mean", None)
             # where nothing may move later, few keys tell the mean as well as they can: any vector may be taken off
             if store.room.fixed or count >= SMOOTHED:
-                store.beside["mean"] = mean_of(keys)
-        elif count and "mean" not in store.beside and length + count >= SMOOTHED:
+                store.per_sequence["mean"] = mean_of(keys)
+        elif count and "mean" not in store.per_sequence and length + count >= SMOOTHED:
             codes, _, record = self.read(store, parts := store.views())
-            there = record.keys(codes, torch.float32)
-            store.beside["mean"] = mean_of(torch.cat([there, keys.float()], dim=2))
-            self.write(store, there, None, parts)
+            past = record.keys(codes, torch.float32)
+            store.per_sequence["mean"] = mean_of(torch.cat([past, keys.float()], dim=2))
+            self.write(store, past, None, parts)
 
     def write(self, store: Store, keys: Tensor, values: Tensor | None, parts: Sequence[Tensor], at: int = 0) -> None:
         """Round tokens into parts; without values those stay."""
-        write(keys, values, parts, mean=store.beside.get("mean"), along=store.beside.get("along"), at=at)
+        write(keys, values, parts, mean=store.per_sequence.get("mean"), along=store.per_sequence.get("along"), at=at)
 
     def read(self, store: Store, parts: Sequence[Tensor], first: bool = True) -> tuple[Tensor, Tensor, StoredKV]:
         """Codes, and what they stand for."""
-        beside = store.beside
-        record = StoredKV(parts[1], parts[3], beside.get("mean"), beside.get("first") if first else None)
+        vectors = store.per_sequence
+        record = StoredKV(parts[1], parts[3], vectors.get("mean"), vectors.get("first") if first else None)
         return parts[0], parts[2], record
 
     def expect(self, store: Store, queries: Tensor) -> None:
         """From now on round keys such that their errors cancel along the mean of a prompt's queries."""
-        store.beside.pop("along", None)
+        store.per_sequence.pop("along", None)
         if queries.shape[2] >= SMOOTHED:
             heads = store.rooms["key_codes"].shape[1]
-            store.beside["along"] = direction_of(queries, heads).to(store.device)
+            store.per_sequence["along"] = direction_of(queries, heads).to(store.device)
 
     def reread(self, store: Store, queries: Tensor, keys: Tensor) -> None:
         """Round the keys of a prompt, the only tokens held, again, now that its queries are known."""
         self.expect(store, queries)
-        if "along" in store.beside:
+        if "along" in store.per_sequence:
             # a cache that offloads has moved its own by now
             self.write(store, keys[:, :, -len(store) :].to(store.device), None, store.views())
 
     def renew_first(self, store: Store, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
         """Keys that move to the first place become the unrounded one, as well as their codes tell them."""
         if not parts:
-            store.beside.pop("first", None)
-        elif "first" in store.beside and rows:
-            mean, first = store.beside.get("mean"), store.beside["first"]
+            store.per_sequence.pop("first", None)
+        elif "first" in store.per_sequence and rows:
+            mean, first = store.per_sequence.get("mean"), store.per_sequence["first"]
             record = StoredKV(parts[1][..., None], parts[3][..., None], None if mean is None else mean[list(rows)])
-            store.beside["first"] = first.index_put(
+            store.per_sequence["first"] = first.index_put(
                 (torch.tensor(rows, dtype=torch.int64, device=first.device),),
                 record.keys(parts[0][:, :, None], torch.float32)[:, :, 0],
             )
@@ -276,7 +277,7 @@ def write(
         if triton.serves(keys, parts[0]) and (values is None or triton.serves(values, parts[2])):
             triton.store(keys, values, parts, mean=mean, along=along, at=at, ring=ring)
             return
-    count, slots, held = keys.shape[2], parts[0].shape[2], at
+    count, slots, counter = keys.shape[2], parts[0].shape[2], at
     if isinstance(at, Tensor):
         torch._assert_async(at + count <= (ring[1] if ring else slots), FULL)
         if ring:
@@ -285,17 +286,17 @@ def write(
     tokens = [(keys, parts[0], parts[1], mean, along)]
     if values is not None:
         tokens.append((values, parts[2], parts[3], None, None))
-    for x, codes, scale, off, direction in tokens:
+    for x, codes, scale, offset, direction in tokens:
         if native.serves(x):
-            native.store(x, codes, scale, mean=off, along=direction, at=int(at))
+            native.store(x, codes, scale, mean=offset, along=direction, at=int(at))
             continue
         bits = 4 if codes.dtype is torch.uint8 else 8
-        made, scales = quantise(x, bits=bits, mean=off, along=direction if x.is_cpu or count > 1 else None)
+        new_codes, new_scale = quantise(x, bits=bits, mean=offset, along=direction if x.is_cpu or count > 1 else None)
         places = torch.arange(count, device=x.device) + at
-        codes.index_copy_(2, places, made)
-        scale.index_copy_(2, places, scales)
-    if isinstance(held, Tensor):
-        held.add_(count)
+        codes.index_copy_(2, places, new_codes)
+        scale.index_copy_(2, places, new_scale)
+    if isinstance(counter, Tensor):
+        counter.add_(count)
 
 
 @torch.library.custom_op(

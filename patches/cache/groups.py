@@ -77,17 +77,20 @@ class HeadGroup:
             self._save(views, range(past - window, past - window + 1), past - window - at, starts)
             fmt.write(store, keys, values, views, at)
             return fmt.read(store, views, first=sinks > 0)
-        views = store.views()
-        past_line = [view[:, :, slots_in_order(past, window, sinks, view.device)] for view in views]
+        views, oldest = store.views(), max(sinks, past - window)
+        device = views[0].device
+        ring = torch.arange(oldest, max(oldest, past), device=device)
+        # the slots of the sinks, and of the ring from its oldest token on
+        slots = torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
+        past_line = [view[:, :, slots] for view in views]
         new = [part.new_empty((*part.shape[:2], count, *part.shape[3:])) for part in past_line]
         fmt.write(store, keys, values, new)
         line = [torch.cat(pair, dim=2) for pair in zip(past_line, new, strict=True)]
-        oldest = max(sinks, past - window)
         views = store.extend(sinks + window - len(store))
-        kept = slots_after(self.count, window, sinks, views[0].device)
-        kept[sinks:] -= oldest - sinks
+        places = slots_after(self.count, window, sinks, device)
+        places[sinks:] -= oldest - sinks
         for view, whole in zip(views, line, strict=True):
-            view.copy_(whole[:, :, kept])
+            view.copy_(whole[:, :, places])
         # read before the sinks of rows behind padding are saved, which are not in their slots here
         read = fmt.read(store, line, first=sinks > 0 or oldest == 0)
         self._save(views, range(oldest, self.count - window), oldest - sinks, starts, line)
@@ -108,20 +111,20 @@ class HeadGroup:
         sinks = self.span[1]
         if sinks == 0:
             self.format.renew_first(self.store, [], [])
-        found = [
+        moves = [
             (row, position)
             for row, start in enumerate(starts)
             if start
             for position in range(max(start, gone.start), min(start + sinks, gone.stop))
         ]
-        if not found:
+        if not moves:
             return
-        rows, places = torch.tensor(found, dtype=torch.int64, device=views[0].device).unbind(1)
-        moved = [part[rows, :, places - shift] for part in source or views]
-        for view, part in zip(views, moved, strict=True):
+        rows, places = torch.tensor(moves, dtype=torch.int64, device=views[0].device).unbind(1)
+        tokens = [part[rows, :, places - shift] for part in source or views]
+        for view, part in zip(views, tokens, strict=True):
             view[rows, :, places % sinks] = part
         head = (places % sinks == 0).nonzero().flatten()
-        self.format.renew_first(self.store, rows[head].tolist(), [part[head] for part in moved])
+        self.format.renew_first(self.store, rows[head].tolist(), [part[head] for part in tokens])
 
     def can_crop(self, count: int) -> bool:
         """Whether what the heads read without the last `count` tokens is there, or recorded."""
@@ -148,24 +151,17 @@ class HeadGroup:
 
 def room_of(span: Span | None, room: Room) -> Room:
     """How much of a layer's room heads with a span need."""
-    if span is None or (room.most is not None and room.most <= sum(span)):
+    if span is None or (room.limit is not None and room.limit <= sum(span)):
         return room
-    ring = (span[1], room.most) if room.fixed and room.most is not None else None
+    ring = (span[1], room.limit) if room.fixed and room.limit is not None else None
     return Room(min(room.reserve, sum(span)), room.growth, sum(span), room.fixed, ring)
 
 
 # ---------------- positions and slots; what is of a structure is kept there, by `MaskStructure.cached`
-def slots_after(total: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
-    """Position of the token in each slot after `total` tokens."""
-    slots = torch.arange(min(total, sinks + window), device=device)
+def slots_after(total: int | Tensor, window: int, sinks: int, device: torch.device | str) -> Tensor:
+    """Position of the token in each slot after `total` tokens, where so many came; in sinks of rows without padding."""
+    slots = torch.arange(sinks + window, device=device)
     return torch.where(slots < sinks, slots, slots + (total - 1 - slots).div(window, rounding_mode="floor") * window)
-
-
-def slots_in_order(past: int, window: int, sinks: int, device: torch.device | str) -> Tensor:
-    """Slots of the sinks and of the ring from its oldest token on, after `past` tokens."""
-    oldest = max(sinks, past - window)
-    ring = torch.arange(oldest, max(oldest, past), device=device)
-    return torch.cat([torch.arange(min(past, sinks), device=device), sinks + (ring - sinks) % window])
 
 
 def starts_of(structure: MaskStructure) -> tuple[int, ...]:
@@ -185,28 +181,28 @@ def structure_of(structure: MaskStructure, window: int, sinks: int) -> MaskStruc
         return structure.with_changes(window=window, sinks=sinks) if count > 1 else structure
     # positions of the keys that are handed over, in their order
     if count == 1:
-        oldest, held = total - window, slots_after(total, window, sinks, "cpu")
+        oldest, positions = total - window, slots_after(total, window, sinks, "cpu")
     else:
         oldest = max(sinks, past - window)
-        held = torch.cat([torch.arange(sinks, device="cpu"), torch.arange(oldest, total, device="cpu")])
-    plain = MaskStructure(batch, count, len(held), causal=True, q_offset=len(held) - count)
+        positions = torch.cat([torch.arange(sinks, device="cpu"), torch.arange(oldest, total, device="cpu")])
+    plain = MaskStructure(batch, count, len(positions), causal=True, q_offset=len(positions) - count)
     if count > 1:
         plain = plain.with_changes(window=window, sinks=sinks)
     real = structure.padding_on_host()
     if real is None or structure.key_padding is None:
         return plain
     start = torch.tensor(structure.cached(starts_of), dtype=torch.int64, device="cpu")[:, None]
-    at = held[None].expand(batch, -1)
+    at = positions[None].expand(batch, -1)
     if sinks:
-        sink = start + (held - start) % sinks
-        at = torch.where(held < sinks, torch.where(sink < oldest, sink, -1), at)
+        sink = start + (positions - start) % sinks
+        at = torch.where(positions < sinks, torch.where(sink < oldest, sink, -1), at)
     rows = torch.arange(past, total, device="cpu")[None, :, None]
     there = (at >= 0) & real.expand(batch, -1).gather(1, at.clamp(0, total - 1))
     if bool(there.all()):
         return plain
     near = (at[:, None] > rows - window) | (at - start < sinks)[:, None]
     seen = there[:, None] & (at[:, None] <= rows) & near
-    return MaskStructure(batch, count, len(held), mask=seen[:, None].to(structure.key_padding.device))
+    return MaskStructure(batch, count, len(positions), mask=seen[:, None].to(structure.key_padding.device))
 
 
 def slots_seen(structure: MaskStructure, slots: int, sinks: int) -> MaskStructure:
@@ -216,11 +212,11 @@ def slots_seen(structure: MaskStructure, slots: int, sinks: int) -> MaskStructur
     """
     total, padding, window = structure.q_offset + 1, structure.key_padding, slots - sinks
     if padding is None and structure.mask is None:
-        held = total.clamp(max=slots) if isinstance(total, Tensor) else min(total, slots)
-        return MaskStructure(structure.batch, 1, slots, causal=True, q_offset=held - 1)
+        filled = total.clamp(max=slots) if isinstance(total, Tensor) else min(total, slots)
+        return MaskStructure(structure.batch, 1, slots, causal=True, q_offset=filled - 1)
     assert padding is not None  # a plan keeps it beside a dense mask
     slot = torch.arange(slots, device=padding.device)
-    at = torch.where(slot < sinks, slot, slot + (total - 1 - slot).div(window, rounding_mode="floor") * window)[None]
+    at = slots_after(total, window, sinks, padding.device)[None]
     if sinks:
         start = padding.int().argmax(1)[:, None]
         sink = start + (slot - start) % sinks

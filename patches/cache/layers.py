@@ -57,9 +57,9 @@ class CachedLayer(DynamicLayer):
         check_channels(self.stored, value_states.shape[3])
         self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
         # a window's worth, as more is not kept; under autograd tokens are concatenated, into no room
-        kept = min(key_states.shape[2], (self.sliding_window or sys.maxsize) - 1)
-        kept = 0 if self.format.is_numbers and torch.is_grad_enabled() else kept
-        self.store = self.format.store(key_states, value_states, self.room, kept)
+        tokens = min(key_states.shape[2], (self.sliding_window or sys.maxsize) - 1)
+        tokens = 0 if self.format.is_numbers and torch.is_grad_enabled() else tokens
+        self.store = self.format.store(key_states, value_states, self.room, tokens)
 
     # ---------------- what is held
     @property
@@ -145,7 +145,7 @@ class CachedLayer(DynamicLayer):
 
     def get_max_length(self) -> int:
         """The window or `max_cache_len`; -1 where the layer grows."""
-        return next((most for most in (self.sliding_window, self.room.most) if most is not None), -1)
+        return next((limit for limit in (self.sliding_window, self.room.limit) if limit is not None), -1)
 
     # ---------------- writing
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -169,10 +169,10 @@ class CachedLayer(DynamicLayer):
         self.room.check(past + count)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held = self.stores()[0].batch
-        if key_states.shape[0] != held:
+        batch = self.stores()[0].batch
+        if key_states.shape[0] != batch:
             raise ValueError(
-                f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {held}; begin "
+                f"past_key_values: got tokens of {key_states.shape[0]} sequences for a cache that holds {batch}; begin "
                 "a new cache, or call batch_repeat_interleave or batch_select_indices on this one"
             )
         self.cumulative_length += count
@@ -212,7 +212,7 @@ class CachedLayer(DynamicLayer):
     def _keep(self, last: int) -> None:
         for store in self.stores():
             if len(store) > last:
-                store.beside.pop("first", None)
+                store.per_sequence.pop("first", None)
             store.keep_last(last)
 
     def reread(self, queries: Tensor, keys: Tensor) -> None:
@@ -296,5 +296,5 @@ class CachedLayer(DynamicLayer):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def prompts_are_stored_outside_graphs(update: Any, /, *tokens: Tensor) -> tuple[Any, Any]:
     """Updates a fixed room by several tokens, which are counted on the host; named for torch's errors."""
-    found: tuple[Any, Any] = update(*tokens)
-    return found
+    views: tuple[Any, Any] = update(*tokens)
+    return views

@@ -35,7 +35,7 @@ class CacheMemory:
     @property
     def per_token(self) -> int:
         """Bytes of a token in all layers, before windows are passed."""
-        return sum(own for own, _, _ in self.layers)
+        return sum(stored for stored, _, _ in self.layers)
 
     @property
     def smaller(self) -> float:
@@ -44,40 +44,40 @@ class CacheMemory:
 
     def predict(self, batch: int, tokens: int) -> int:
         """Bytes of so many sequences of so many tokens, without the spare room that growing layers make (a quarter)."""
-        held = sum(own * (tokens if most is None else min(tokens, most)) for own, _, most in self.layers)
-        return batch * (held + self.per_sequence)
+        bytes_held = sum(stored * (tokens if limit is None else min(tokens, limit)) for stored, _, limit in self.layers)
+        return batch * (bytes_held + self.per_sequence)
 
     def __str__(self) -> str:
         """One line."""
-        kept = "in the model's dtype" if self.stored == "model" else f"as {self.stored}, {self.smaller:.2f} times less"
-        more = f", plus {self.per_sequence:,} per sequence" if self.per_sequence else ""
-        some, heads = self.streaming
-        streams = f"; {some} of {heads} key/value heads are streaming, and keep a window" if some else ""
-        return f"{self.per_token:,} bytes per token {kept}{more}{streams}"
+        form = "in the model's dtype" if self.stored == "model" else f"as {self.stored}, {self.smaller:.2f} times less"
+        rest = f", plus {self.per_sequence:,} per sequence" if self.per_sequence else ""
+        windowed, heads = self.streaming
+        streams = f"; {windowed} of {heads} key/value heads are streaming, and keep a window" if windowed else ""
+        return f"{self.per_token:,} bytes per token {form}{rest}{streams}"
 
 
 def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = None) -> CacheMemory:
     """The bytes of a cache that has seen a prompt, on whatever device (`meta`, too); `spans` of streaming heads."""
-    streams = [span for own in (spans or {}).values() for span in own]
+    all_spans = [span for of_layer in (spans or {}).values() for span in of_layer]
     layers: list[tuple[int, int, int | None]] = []
     per_sequence, fmt = 0, FORMATS[stored]
-    held: list[Any] = list(cache.layers)
-    for index, layer in enumerate(held):
+    layers_of_cache: list[Any] = list(cache.layers)
+    for index, layer in enumerate(layers_of_cache):
         if getattr(layer, "keys", None) is None:
             continue
         heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
         sizes = widths(head_dim, layer.values.shape[3])
         # of a token and head: as it is stored, and as numbers
-        own, plain = (
+        stored_bytes, model_bytes = (
             sum((dtype or layer.keys.dtype).itemsize * sizes.get(extent, 1) for dtype, extent in parts.values())
             for parts in (fmt.parts, FORMATS["model"].parts)
         )
         window = getattr(layer, "sliding_window", None)
-        kept = (spans or {}).get(index) if window is None else None
-        if kept is None:
-            layers.append((own * heads, plain * heads, None if window is None else window - 1))
+        spans_of_layer = (spans or {}).get(index) if window is None else None
+        if spans_of_layer is None:
+            layers.append((stored_bytes * heads, model_bytes * heads, None if window is None else window - 1))
         else:
-            layers += [(own, plain, None if span is None else sum(span)) for span in kept]
-        per_sequence += len(fmt.beside) * torch.float32.itemsize * heads * head_dim
-    windowed = (sum(span is not None for span in streams), len(streams))
+            layers += [(stored_bytes, model_bytes, None if span is None else sum(span)) for span in spans_of_layer]
+        per_sequence += len(fmt.per_sequence) * torch.float32.itemsize * heads * head_dim
+    windowed = (sum(span is not None for span in all_spans), len(all_spans))
     return CacheMemory(stored, tuple(layers), per_sequence, windowed)

@@ -26,7 +26,7 @@ class Room(NamedTuple):
     Attributes:
         reserve: Tokens that fit in from the start.
         growth: Factor on the length where room is used up.
-        most: Tokens that there may be; None for any number.
+        limit: Tokens that there may be; None for any number.
         fixed: The room never moves and its tokens are counted on the device, so that graphs which are captured can
             write and read it.
         ring: Of a fixed room that is used again and again: the first tokens, which stay, and how many may come.
@@ -34,7 +34,7 @@ class Room(NamedTuple):
 
     reserve: int = 0
     growth: float = GROWTH
-    most: int | None = None
+    limit: int | None = None
     fixed: bool = False
     ring: tuple[int, int] | None = None
 
@@ -55,13 +55,13 @@ class Room(NamedTuple):
     def size(self, tokens: int) -> int:
         """How many tokens a new room for so many has place for."""
         size = max(self.reserve, BLOCK * math.ceil(tokens * self.growth / BLOCK))
-        return size if self.most is None else min(size, max(self.most, tokens))
+        return size if self.limit is None else min(size, max(self.limit, tokens))
 
     def check(self, length: int) -> None:
         """Refuse more tokens than `max_cache_len` says (ValueError)."""
-        if self.most is not None and length > self.most:
+        if self.limit is not None and length > self.limit:
             raise ValueError(
-                f"max_cache_len: got {self.most}, expected at least {length}, the tokens to be kept; "
+                f"max_cache_len: got {self.limit}, expected at least {length}, the tokens to be kept; "
                 "make the cache longer, or leave max_cache_len out and it grows"
             )
 
@@ -73,14 +73,14 @@ class Store:
 
     Attributes:
         rooms: The parts by name, `[batch, heads, room, …]`.
-        beside: What belongs to a sequence as a whole, by name, `[batch, …]`.
+        per_sequence: What belongs to a sequence as a whole, by name, `[batch, …]`.
         count: Tokens held, of a ring those that came, as a tensor on the device, of a fixed room; else None.
     """
 
     def __init__(self, rooms: dict[str, Tensor], room: Room) -> None:
         """Holds no token yet in these rooms, which are its own."""
         self.room, self.rooms = room, rooms
-        self.beside: dict[str, Tensor] = {}
+        self.per_sequence: dict[str, Tensor] = {}
         self.count: Tensor | None = None
         self._start = 0
         self._stop: int | None = 0
@@ -118,14 +118,14 @@ class Store:
 
     def held(self) -> dict[str, Tensor]:
         """All tensors by name, without spare room; `take` puts them into an empty store."""
-        return dict(zip(self.rooms, self.views(), strict=True)) | self.beside
+        return dict(zip(self.rooms, self.views(), strict=True)) | self.per_sequence
 
     def take(self, held: Mapping[str, Tensor]) -> None:
         """Fill this empty store with what `held` gave."""
-        given = [held[name] for name in self.rooms]
-        self._move(given, self.room.size(given[0].shape[2]))
+        parts = [held[name] for name in self.rooms]
+        self._move(parts, self.room.size(parts[0].shape[2]))
         self._counted()
-        self.beside = {name: tensor for name, tensor in held.items() if name not in self.rooms}
+        self.per_sequence = {name: tensor for name, tensor in held.items() if name not in self.rooms}
 
     # ---------------- writing
     def concatenate(self, *tokens: Tensor) -> None:
@@ -204,16 +204,16 @@ class Store:
                 view[moved] = view[rows[moved]]
         else:
             self._move([view[rows] for view in self.views()], self.capacity)
-        self.beside = {name: tensor[rows.to(tensor.device)] for name, tensor in self.beside.items()}
+        self.per_sequence = {name: tensor[rows.to(tensor.device)] for name, tensor in self.per_sequence.items()}
 
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device; spare room is not copied."""
         if torch.device(device) != self.device:
             self._move(self.views(), self.capacity, device)
-        self.beside = {name: tensor.to(device) for name, tensor in self.beside.items()}
+        self.per_sequence = {name: tensor.to(device) for name, tensor in self.per_sequence.items()}
 
     def stay(self) -> None:
         """Tell compiled graphs which tensors of a fixed room stay where they are: else they copy them every time."""
         if self.count is not None and not torch.compiler.is_compiling():
-            for tensor in (self.count, *self.rooms.values(), *self.beside.values()):
+            for tensor in (self.count, *self.rooms.values(), *self.per_sequence.values()):
                 torch._dynamo.mark_static_address(tensor)

@@ -37,15 +37,15 @@ Spans = tuple["Span | None", ...]
 def spans_of(model: PreTrainedModel, plan: Plan | None = None) -> dict[int, Spans]:
     """Returns what heads keep by a plan, for each layer where some keep less than all; ValueError without windows."""
     plan = plan_of(model) if plan is None else plan
-    found = {} if plan is None else {layer.layer: spans_in(layer) for layer in plan.layers}
-    found = {layer: spans for layer, spans in found.items() if any(spans)}
-    if not found:
+    spans = {} if plan is None else {layer.layer: spans_in(layer) for layer in plan.layers}
+    spans = {layer: kept for layer, kept in spans.items() if any(kept)}
+    if not spans:
         raise ValueError(
             f"streaming: got True for {type(model).__name__} {'without a plan' if plan is None else 'and its plan'}, "
             "expected a plan with windows (adaattn calibrate MODEL --families window); heads without a window keep "
             "everything, so leave streaming out"
         )
-    return found
+    return spans
 
 
 def spans_in(layer: LayerPlan) -> Spans:
@@ -124,12 +124,12 @@ class StreamingLayer(CachedLayer):
 
     def _views(self, last: int | None = None, streams: Any = None, room: int | None = None) -> tuple[Any, Any]:
         """The layer's own leave `streams` out: a layer that refers to itself would be freed late."""
-        store, shown = self.groups[0].store, []
+        store, stand_ins = self.groups[0].store, []
         for channels in self.channels:
             extents = store.batch, len(self.spans), self.cumulative_length if room is None else room, channels
             nothing = torch.empty(1, dtype=self.dtype, device=store.device).expand(extents)
-            shown.append(StoredTensor(nothing, None, self.dtype, streams=streams))
-        return shown[0], shown[1]
+            stand_ins.append(StoredTensor(nothing, None, self.dtype, streams=streams))
+        return stand_ins[0], stand_ins[1]
 
     def held(self) -> dict[str, Tensor]:
         """All tensors of the tokens, by group and name; `take` puts them into an empty layer."""
@@ -166,11 +166,11 @@ class StreamingLayer(CachedLayer):
 
     def _step_in_graph(self, keys: Tensor, values: Tensor) -> tuple[Any, Any]:
         self.fresh = keys, values
-        return self._views(streams=self, room=self.room.most)
+        return self._views(streams=self, room=self.room.limit)
 
     def _take_tokens(self, keys: Tensor, values: Tensor, past: int, whole: bool) -> tuple[Any, Any]:
         self.fresh = keys, values
-        return self._views(streams=self, room=self.room.most if whole else None)
+        return self._views(streams=self, room=self.room.limit if whole else None)
 
     def read(self, starts: tuple[int, ...], queries: Tensor | None = None) -> list[tuple[HeadGroup, Read]]:
         """Write what `update` took; returns the groups of heads, each with what this call reads.
@@ -273,10 +273,10 @@ class StreamingLayer(CachedLayer):
             whole = replace(call, key=fresh[0], value=fresh[1], structure=structure, bias=None)
             return _answer(module, bound_layer, whole, forced)
         outs = []
-        for group, found in read:
-            seen = structure if group.span is None else structure.cached(structure_of, *group.span)
+        for group, tokens in read:
+            visible = structure if group.span is None else structure.cached(structure_of, *group.span)
             of_group = bound_layer.of_heads(group.heads, all_keys=group.span is not None)
-            out = _answer(module, of_group, self._part(call, group, found, seen), forced)
+            out = _answer(module, of_group, self._part(call, group, tokens, visible), forced)
             outs.append((group.heads, AttentionResult(out)))
         return joined_heads(outs, query.shape[1] // len(self.spans)).out
 
@@ -301,9 +301,9 @@ class StreamingLayer(CachedLayer):
         outs = []
         for group in self.groups:
             ring = group.store.room.ring
-            found = group.step(picked(keys, group.heads, 1), picked(values, group.heads, 1))
-            seen = call.structure if ring is None else call.structure.cached(slots_seen, found[0].shape[2], ring[0])
-            outs.append((group.heads, select.attend(self._part(call, group, found, seen), forced)))
+            tokens = group.step(picked(keys, group.heads, 1), picked(values, group.heads, 1))
+            visible = call.structure if ring is None else call.structure.cached(slots_seen, tokens[0].shape[2], ring[0])
+            outs.append((group.heads, select.attend(self._part(call, group, tokens, visible), forced)))
         return joined_heads(outs, call.query.shape[1] // len(self.spans)).out
 
 
@@ -317,14 +317,14 @@ def _answer(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall, for
 
 
 def _nobody_looks(module: nn.Module, wanted: bool) -> None:
-    asked = {"output_attentions": wanted}
+    who = {"output_attentions": wanted}
     if not torch.compiler.is_compiling():  # in a graph nobody listens
         settings = settings_in(getattr(module, "config", None))
-        asked |= dict.fromkeys((listener.whole for listener in listeners() if listener.whole), True)
-        asked |= {"adaattn.monitor": settings.monitor, "adaattn.shadow": settings.shadow > 0}
-    if any(asked.values()):
+        who |= dict.fromkeys((listener.whole for listener in listeners() if listener.whole), True)
+        who |= {"adaattn.monitor": settings.monitor, "adaattn.shadow": settings.shadow > 0}
+    if any(who.values()):
         raise ValueError(
-            f"cache: {', '.join(name for name, holds in asked.items() if holds)} asks for all keys, which streaming "
+            f"cache: {', '.join(name for name, holds in who.items() if holds)} asks for all keys, which streaming "
             "heads do not keep; use a cache with streaming=False"
         )
 

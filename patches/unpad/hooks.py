@@ -77,10 +77,11 @@ class Unpadding:
         """Registers nothing yet; `install` does."""
         self.top, self.trunk, self.on_padded = top, trunk, "run"
         self.calls: Counter[str] = Counter()
-        self.config: Any = trunk.config
+        config: Any = trunk.config
+        self.config = config
         self._signatures = inspect.signature(type(top).forward), inspect.signature(type(trunk).forward)
         self._rule = position_rule(trunk, self.config)
-        self.least = LEAST_STATES // self.config.get_text_config().hidden_size
+        self.least = LEAST_STATES // config.get_text_config().hidden_size
         self._handles: list[RemovableHandle] = []
         head, pooled = type(top).__name__, getattr(trunk, "pooler", None) is not None
         ending = next((end for end in _TOKEN_WISE if head.endswith(end)), None)

@@ -106,14 +106,17 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
 
 def _turned_by_padding(positions: Tensor | None, layout: PackedLayout, config: Any) -> bool:
     # whether frequencies that Transformers sets anew in each pass (dynamic, longrope) would be others without padding
-    said, most = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", None) or 0
-    ropes = [one for one in (said, *said.values()) if isinstance(one, Mapping)]  # some families have one per layer type
-    moving = [one for one in ropes if "dynamic" in (kind := str(one.get("rope_type"))) or kind == "longrope"]
+    longest = getattr(config, "max_position_embeddings", None) or 0
+    record = getattr(config, "rope_parameters", None) or {}  # of some families one for each type of layer
+    ropes = [rope for rope in (record, *record.values()) if isinstance(rope, Mapping)]
+    moving = [rope for rope in ropes if "dynamic" in (kind := str(rope.get("rope_type"))) or kind == "longrope"]
     if not moving:
         return False
-    given = torch.arange(layout.length, device="cpu")[None] if positions is None else positions
-    last, real = int(given.max()), int(layout.pack(given.expand(layout.batch, layout.length)).max())
-    return last != real and last + 1 >= min(one.get("original_max_position_embeddings") or most for one in moving)
+    numbers = torch.arange(layout.length, device="cpu")[None] if positions is None else positions
+    largest, real = int(numbers.max()), int(layout.pack(numbers.expand(layout.batch, layout.length)).max())
+    return largest != real and largest + 1 >= min(
+        rope.get("original_max_position_embeddings") or longest for rope in moving
+    )
 
 
 def _last_is_real(ids: Tensor | None, mask: Tensor, pad: int | None) -> bool:

@@ -305,7 +305,7 @@ from adaattn_hf.patches.cache.formats import FORMATS, store_tokens
 from adaattn_hf.patches.cache.store import Room
 
 x = torch.randn(2, 3, 1, 64, device="cuda")
-store = FORMATS["int8"].store(x, x, Room(4, most=4, fixed=True))
+store = FORMATS["int8"].store(x, x, Room(4, limit=4, fixed=True))
 for place in range(5):
     store_tokens(x, x, *store.rooms.values(), None, None, store.count, None, None)
     torch.cuda.synchronize()

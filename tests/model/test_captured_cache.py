@@ -133,8 +133,8 @@ def test_what_a_graph_reads_stays_where_it_is_behind_a_change(model: Any, change
         save_cache(cache, tmp_path / "cache")
         cache = load_cache(tmp_path / "cache", model, max_cache_len=ROOM)
     (store,) = cache.layers[0].stores()
-    kept = store.count, *store.rooms.values(), *store.beside.values()
-    assert store.beside.keys() == {"mean", "first", "along"}
+    kept = store.count, *store.rooms.values(), *store.per_sequence.values()
+    assert store.per_sequence.keys() == {"mean", "first", "along"}
     assert all(getattr(tensor, "_dynamo_static_input_type", None) for tensor in kept)
 
 

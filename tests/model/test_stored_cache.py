@@ -52,9 +52,9 @@ def test_a_prompt_of_single_tokens_is_smoothed_as_soon_as_there_are_tokens_enoug
         exact = model(tokens, use_cache=False).logits
     before = run(model, tokens, cache, *[1] * (SMOOTHED - 1))
     layer: Any = cache.layers[0]
-    assert "mean" not in layer.store.beside
+    assert "mean" not in layer.store.per_sequence
     after = run(model, tokens, cache, *[1] * (41 - SMOOTHED))
-    assert "mean" in layer.store.beside
+    assert "mean" in layer.store.per_sequence
     assert distance(torch.cat([before, after], 1), exact) < NEAR["int8"]
 
 
@@ -67,7 +67,7 @@ def test_a_prompt_is_rounded_for_the_queries_that_came_with_it() -> None:
     run(model, tokens, cache, 40)
     hook.remove()
     layer: Any = cache.layers[0]
-    assert layer.store.beside["along"].shape == (2, 2, 32)
+    assert layer.store.per_sequence["along"].shape == (2, 2, 32)
     plain: Any = CachedLayer("int8")
     keys = torch.randn(2, 2, 40, 32, generator=torch.Generator().manual_seed(2))
     prompt, _ = plain.update(keys, keys)
@@ -78,14 +78,14 @@ def test_a_prompt_is_rounded_for_the_queries_that_came_with_it() -> None:
     assert not torch.equal(before, plain.keys.codes)
     plain.store.to("meta")  # as a cache that offloads does before attention has the prompt
     plain.reread(queries, keys)
-    assert plain.store.beside["along"].device.type == "meta"
+    assert plain.store.per_sequence["along"].device.type == "meta"
     run(model, tokens, short, SMOOTHED - 1, 20)
     few: Any = short.layers[0]
-    assert "along" not in few.store.beside
+    assert "along" not in few.store.per_sequence
     run(model, tokens, cache, 20)
     cache.reset()
     run(model, tokens[:1], cache, 30, 5)
-    assert layer.store.beside["along"].shape == (1, 2, 32)
+    assert layer.store.per_sequence["along"].shape == (1, 2, 32)
 
 
 @pytest.mark.parametrize("stored", FORMATS)

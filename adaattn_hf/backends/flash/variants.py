@@ -87,12 +87,12 @@ class FlashBackend(Backend):
             reasons.append(f"{self.product} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
         if kind.features & WINDOW_SINKS and kind.shape != "full":
             reasons.append("flash-attn has no sink tokens beside a window")
-        for asked, feature, name in (
+        for needed, feature, name in (
             (kind.needs_grad, "BACKWARD", "the backward pass"),
             (kind.features & WINDOW, "LOCAL", "windows"),
             (kind.dtype == torch.float16, "FP16", "float16"),
         ):
-            if asked and _made_without(self.flags_module, feature):
+            if needed and _made_without(self.flags_module, feature):
                 reasons.append(f"{self.product} was built without {name}")
         reasons += _packed_refusals(kind, "flash-attn's packed kernels")
         if kind.compiling and kind.shape == "ragged":
@@ -160,14 +160,15 @@ class Flash4Backend(Backend):
         """What flash-attn 4's kernels cannot compute."""
         from ..capability import capability  # of CUDA alone: registering names does not ask for devices
 
-        asked = kind.features
-        same = kind._replace(features=asked & ~HEAD_BF16) if kind.dtype == torch.bfloat16 else kind
-        reasons = list(super().refusals(same))
+        features = kind.features
+        # in bfloat16 nothing has to be rounded for heads that compute in it
+        rounded = kind._replace(features=features & ~HEAD_BF16) if kind.dtype == torch.bfloat16 else kind
+        reasons = list(super().refusals(rounded))
         device = capability(kind.device) if kind.device.type == "cuda" else None
         if kind.device.type == "cuda" and (device is None or device.sm < (9, 0) or device.sm >= (12, 0)):
             # what it offers other devices nobody has run here
             reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
-        lists_needed = asked & HEAD_WINDOWS or (asked & WINDOW_SINKS and asked & WINDOW)
+        lists_needed = features & HEAD_WINDOWS or (features & WINDOW_SINKS and features & WINDOW)
         widest = max(kind.head_dim, kind.head_dim_v)
         limit = 128 if lists_needed or kind.needs_grad else 256
         if widest > limit or widest % 8 or kind.head_dim != kind.head_dim_v:

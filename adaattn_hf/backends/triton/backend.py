@@ -59,9 +59,10 @@ class TritonBackend(Backend):
         from ..capability import capability  # only of CUDA: registering names does not ask for devices
         from .tiling import LEAST_SM, refusals
 
-        same = HEAD_BF16 if kind.dtype == torch.bfloat16 else 0
-        ends = HEAD_UNTIL if kind.compiling or kind.features & PAGES else 0
-        reasons = list(super().refusals(kind._replace(features=kind.features & ~(same | ends))))
+        # in bfloat16 nothing has to be rounded for heads that compute in it
+        served = HEAD_BF16 if kind.dtype == torch.bfloat16 else 0
+        served |= HEAD_UNTIL if kind.compiling or kind.features & PAGES else 0
+        reasons = list(super().refusals(kind._replace(features=kind.features & ~served)))
         facts = capability(kind.device) if kind.device.type == "cuda" else None
         if facts and facts.sm < LEAST_SM:
             reasons.append(
@@ -103,11 +104,9 @@ class TritonBackend(Backend):
             return False
         from .launch import device_facts
 
-        plain = kind.head_dim == kind.head_dim_v and kind.dtype in _DTYPES and not kind.features & SOFTCAP
-        windows = bool(kind.features & (HEAD_WINDOWS | WINDOW))
         index = torch.cuda.current_device() if kind.device.index is None else kind.device.index
-        served = plain and warps_of(kind.head_dim, kind.groups, windows) is not None
-        return served and device_facts(torch.device("cuda", index)).specialised
+        warps = warps_of(kind, bool(kind.features & (HEAD_WINDOWS | WINDOW)))
+        return warps is not None and device_facts(torch.device("cuda", index)).specialised
 
     def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One launch over all segments; few queries share the keys among many programs."""

@@ -184,10 +184,8 @@ def find_parts(
     if structure.segments() is None:
         raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
     heavy = _is_heavy(kind, pairs_seen(structure, windows or ((ALL, 0),) * kind.kv_heads))
-    parts: tuple[Part, ...] = ()
-    plain = kind.head_dim == kind.head_dim_v and not kind.features & SOFTCAP
-    if on_hopper and heavy and plain and device_facts(device).specialised:
-        parts = _parts_on_hopper(structure, device, kind, windows)
+    specialised = on_hopper and heavy and device_facts(device).specialised
+    parts = _parts_on_hopper(structure, device, kind, windows) if specialised else ()
     return parts or _plain_part(structure, device, kind, windows, heavy, Blocking("queries", 0))
 
 
@@ -236,7 +234,7 @@ def _parts_on_hopper(
     Tiles of such runs would reach into others.
     """
     by_head = windows or ((ALL, 0),) * kind.kv_heads
-    warps = warps_of(kind.head_dim, kind.groups, windows is not None)
+    warps = warps_of(kind, windows is not None)
     if warps is None:
         return ()
     keys = warps.part

@@ -52,15 +52,15 @@ class DeviceFacts(NamedTuple):
 def device_facts(device: torch.device) -> DeviceFacts:
     """The facts of a device, asked of it once. Where kernels are interpreted they are those of a small Hopper."""
     on_cuda = device.type == "cuda"
-    known = capability(device) if on_cuda else of_sm(_HOPPER)
+    facts = capability(device) if on_cuda else of_sm(_HOPPER)
     return DeviceFacts(
-        compiles=known is None or known.sm >= LEAST_SM,
-        memory=(known or of_sm(_HOPPER)).shared_memory,
+        compiles=facts is None or facts.sm >= LEAST_SM,
+        memory=(facts or of_sm(_HOPPER)).shared_memory,
         processors=torch.cuda.get_device_properties(device).multi_processor_count if on_cuda else 4,
-        tma=known is not None and known.tiles and installed("triton.tools.tensor_descriptor"),
+        tma=facts is not None and facts.tiles and installed("triton.tools.tensor_descriptor"),
         specialised=on_cuda
-        and known is not None
-        and known.sm == _HOPPER
+        and facts is not None
+        and facts.sm == _HOPPER
         and _tried()
         and installed("triton.experimental.gluon"),
     )
@@ -138,9 +138,9 @@ class Launcher:
             self._kernel[grid](*arguments, **constants, **_OPTIONS)
             return
         key = kind, device, *constants.values()
-        known = self._variants.get(key)
-        if known is not None:
-            compiled, rest = known
+        variant = self._variants.get(key)
+        if variant is not None:
+            compiled, rest = variant
             compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
             return
         compiled = self._kernel[grid](*arguments, **constants, **_OPTIONS)

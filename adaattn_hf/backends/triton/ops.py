@@ -77,10 +77,10 @@ def traced_step(call: AttentionCall) -> Tensor:
             until = call.per_head.until
             _make_window_table(pairs, query.device)
             windows = [number for pair in pairs for number in pair]
-    asked = call.sink_logits, call.scaling, call.softcap, windows, until
+    options = call.sink_logits, call.scaling, call.softcap, windows, until
     stored = call.stored
     record: tuple[Tensor | None, ...] = (None, None, None, None)
     if stored is not None:
         record = stored.key_scale, stored.value_scale, stored.key_mean, stored.first_key
-    out: Tensor = step_op(query, key, value, *asked, *record, *structure.operands())
+    out: Tensor = step_op(query, key, value, *options, *record, *structure.operands())
     return out

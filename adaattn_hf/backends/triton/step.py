@@ -103,9 +103,9 @@ def attend_step(
     spans: Spans = ((-(-(kv_len if pages is None else pages.longest) // least), sequences),)
     if rows is not None and real is None and pages is None:
         spans = structure.cached(_spans_of_runs, least)
-    most, span = split(windows, kv_heads, spans, waves * processors, least, until is not None)
+    shares, span = split(windows, kv_heads, spans, waves * processors, least, until is not None)
     last = not graph  # a graph would set the counters to zero by a launch that can as well merge heads side by side
-    room = sequences * heads * most * (value_dim + 2) if most > 1 else 0, sequences * kv_heads * last, device
+    room = sequences * heads * shares * (value_dim + 2) if shares > 1 else 0, sequences * kv_heads * last, device
     captured = capturing(device)
     # layers of a captured step follow one another, and the structure is that of one pass: they share what it has
     part, done = structure.cached(_own, *room) if pages and captured else _scratch(*room, graph or captured)
@@ -121,7 +121,7 @@ def attend_step(
         done if rows is None else rows, done if moving is None else moving,
         done if real is None else real, done if rules is None else rules,
         strides[0][0], strides[0][1], strides[0][3], *strides[1], *strides[2],
-        kv_len, offset if moving is None else 0, kv_heads, most, least if pages else span, window, sinks,
+        kv_len, offset if moving is None else 0, kv_heads, shares, least if pages else span, window, sinks,
         ALL if until is None else until, scale_of(call.scaling, softcap), float(softcap or 0.0),
     )  # fmt: skip
     constants = {
@@ -129,9 +129,9 @@ def attend_step(
         "HAS_CAP": softcap is not None, "HAS_SINK": sink is not None, "HAS_LSE": lse is not None,
         "TABLE": rows is not None and pages is None, "HAS_OFFSET": rows is None and moving is not None,
         "HAS_REAL": real is not None,
-        "FIND": rows is None and real is not None, "SINGLE": most == 1, "LAST": last,
+        "FIND": rows is None and real is not None, "SINGLE": shares == 1, "LAST": last,
     }  # fmt: skip
-    grid = sequences, kv_heads * most
+    grid = sequences, kv_heads * shares
     kind: Hashable | None = None
     if aligned(query, key, value, sink, real, moving):
         kind = (
@@ -147,9 +147,9 @@ def attend_step(
             own_k, own_v = call.own
             steps = *(own_k.stride(n) for n in (0, 1, 3)), *(own_v.stride(n) for n in (0, 1, 3))
             more = own_k, own_v, *steps, pages.table.stride(0)
-            one = windows is None and not pages.page % constants["BLOCK_N"]
+            one_page = windows is None and not pages.page % constants["BLOCK_N"]
             # every second stage is for the pages of a tile's keys
-            constants |= {"PAGE": pages.page, "ONE_PAGE": one, "num_stages": 2 * constants["num_stages"] - 1}
+            constants |= {"PAGE": pages.page, "ONE_PAGE": one_page, "num_stages": 2 * constants["num_stages"] - 1}
             if kind is not None:
                 kind = (kind, steps, pages.table.dtype) if aligned(own_k, own_v, pages.table) else None
         decode(grid, (*arguments, *more), constants, kind)
@@ -168,11 +168,11 @@ def attend_step(
         if kind is not None:
             kind = (kind, steps, *(tensor.dtype for tensor in record)) if aligned(*record) else None
         decode_codes(grid, (*arguments, *record, *steps), constants, kind)
-    if not last and most > 1:
+    if not last and shares > 1:
         constants = {name: constants[name] for name in ("DIM_V", "PAD_V", "HAS_SINK", "HAS_LSE")}
         constants |= {"CHUNK": max(1, min(64, 8192 // constants["PAD_V"])), "ROTATION_V": rotation}
         sink_dtype = sink is not None and sink.dtype
-        combine((sequences, heads), (*arguments[3:7], most), constants, kind and (query.dtype, sink_dtype))
+        combine((sequences, heads), (*arguments[3:7], shares), constants, kind and (query.dtype, sink_dtype))
     return AttentionResult(out, lse)
 
 
@@ -200,10 +200,11 @@ def split(
         for window, sinks in heads:
             reads[max(1, min(window + sinks, length * least))] += sequences
     longest = max(reads)
-    most = max(1, min(longest // least, programs * longest // sum(keys * times for keys, times in reads.items())))
-    while most > 1 and sum(times * -(-keys // -(-longest // most)) for keys, times in reads.items()) > programs:
-        most -= 1
-    span = -(-longest // most)
+    total = sum(keys * times for keys, times in reads.items())
+    shares = max(1, min(longest // least, programs * longest // total))
+    while shares > 1 and sum(times * -(-keys // -(-longest // shares)) for keys, times in reads.items()) > programs:
+        shares -= 1
+    span = -(-longest // shares)
     return -(-longest // span), span
 
 
@@ -217,20 +218,20 @@ def _adjoining(codes: Tensor) -> Tensor:
 _buffers: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
-def _scratch(floats: int, counters: int, device: torch.device, own: bool) -> tuple[Tensor, Tensor]:
+def _scratch(floats: int, counters: int, device: torch.device, of_graph: bool) -> tuple[Tensor, Tensor]:
     """Room for shares and counters of those that are done, which a step leaves at zero.
 
     Steps of a stream follow one another and share theirs. A graph has its `own`: it may be replayed at the same time.
     """
     stream, part, done = 0, None, None
-    if not own:
+    if not of_graph:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         part, done = _buffers.get((device, stream), (None, None))
     if part is None or part.numel() < floats:
         part = torch.empty(max(floats, 1), dtype=torch.float32, device=device)
     if done is None or done.numel() < counters:
         done = torch.zeros(counters, dtype=torch.int32, device=device)
-    if not own:
+    if not of_graph:
         if len(_buffers) >= _MOST_STREAMS and (device, stream) not in _buffers:
             _buffers.clear()  # torch gives the memory to later work of the same stream alone
         _buffers[device, stream] = part, done
@@ -267,7 +268,7 @@ def _rows_of_padding(structure: MaskStructure, device: torch.device) -> tuple[Te
     batch, kv_len = real.shape
     start = real.int().argmax(1)
     stop = kv_len - real.flip(1).int().argmax(1)
-    seen = real.any(1)
-    at = torch.zeros_like(start) + structure.q_offset
-    count = torch.where(seen, stop - start, 0)
-    return torch.stack([torch.arange(batch, device=device), start, count, at - start], dim=1), real
+    some_real = real.any(1)
+    places = torch.zeros_like(start) + structure.q_offset
+    count = torch.where(some_real, stop - start, 0)
+    return torch.stack([torch.arange(batch, device=device), start, count, places - start], dim=1), real

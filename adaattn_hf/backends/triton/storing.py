@@ -156,20 +156,20 @@ def store(
     batch, heads, count, dim = keys.shape
     tensors = (keys, *parts[:2], *((keys, *parts[:2]) if values is None else (values, *parts[2:])))
     dim_v = tensors[3].shape[3]
-    held, at = (at, 0) if isinstance(at, Tensor) else (None, at)
-    k, k_codes, k_scale, v, v_codes, v_scale = (one.stride() for one in tensors)
+    counter, at = (at, 0) if isinstance(at, Tensor) else (None, at)
+    k, k_codes, k_scale, v, v_codes, v_scale = (tensor.stride() for tensor in tensors)
     numbers = *k, *k_codes[:3], *k_scale, *v, *v_codes[:3], *v_scale, heads
     tokens = 1 if count == 1 else _TOKENS
     constants = {
         "DIM": dim, "PADDED": padded(dim), "DIM_V": dim_v, "PADDED_V": padded(dim_v),
         "BITS": 4 if tensors[4].dtype is torch.uint8 else 8,
         "HAS_MEAN": mean is not None, "HAS_ALONG": along is not None,
-        "COUNTS": held is not None, "RING": ring is not None, "TOKENS": tokens, "GROUP": CHANNELS // 2,
-        "num_warps": tokens, "debug": held is not None, "sanitize_overflow": False,
+        "COUNTS": counter is not None, "RING": ring is not None, "TOKENS": tokens, "GROUP": CHANNELS // 2,
+        "num_warps": tokens, "debug": counter is not None, "sanitize_overflow": False,
     }  # fmt: skip
-    beside = tuple(keys if one is None else one for one in (mean, along, held))
-    kind = (*(one.dtype for one in tensors), numbers) if aligned(*tensors, *beside) else None
+    optional = tuple(keys if tensor is None else tensor for tensor in (mean, along, counter))
+    kind = (*(tensor.dtype for tensor in tensors), numbers) if aligned(*tensors, *optional) else None
     grid = triton.cdiv(count, tokens), batch * heads, 1 if values is None else 2
     slots = parts[0].shape[2]
     sinks, room = ring or (0, slots)
-    store_tokens(grid, (*tensors, *beside, *numbers, at, count, room, slots, sinks), constants, kind)
+    store_tokens(grid, (*tensors, *optional, *numbers, at, count, room, slots, sinks), constants, kind)

@@ -215,15 +215,15 @@ def ends_with_tiles(run: Segment, columns: int, kv_len: int) -> bool:
 
 def silent_runs(structure: MaskStructure) -> list[Segment]:
     """The runs of queries between all segments and around them: they see no key, and stand before the first."""
-    found, n = [], structure.q_len
-    taken: list[list[tuple[int, int]]] = [[] for _ in range(structure.batch)]
+    silent, n = [], structure.q_len
+    covered: list[list[tuple[int, int]]] = [[] for _ in range(structure.batch)]
     for s in structure.segments() or ():
-        taken[s.row].append((s.q_start, s.q_start + s.q_len))
-    for row, runs in enumerate(taken):
+        covered[s.row].append((s.q_start, s.q_start + s.q_len))
+    for row, runs in enumerate(covered):
         for (_, stop), (start, _) in itertools.pairwise([(0, 0), *sorted(runs), (n, n)]):
             if start > stop:
-                found.append(Segment(row, stop, start - stop, 0, 0, stop - start))
-    return found
+                silent.append(Segment(row, stop, start - stop, 0, 0, stop - start))
+    return silent
 
 
 def runs_of(structure: MaskStructure, least: int = 0, short: bool = False) -> tuple[Segment, ...]:
@@ -254,8 +254,8 @@ def pairs_seen(structure: MaskStructure, windows: HeadWindows, least: int = 0) -
                 # a query at p sees keys from 0 to p, less those before its window, of which sinks stay
                 behind = (0, run.k_len, window + sinks, window + run.k_len)
                 first, last = run.offset + 1, run.offset + run.q_len
-                seen = [triangle(last - n) - triangle(first - 1 - n) for n in behind]
-                total += heads * max(0, seen[0] - seen[1] - seen[2] + seen[3])
+                triangles = [triangle(last - n) - triangle(first - 1 - n) for n in behind]
+                total += heads * max(0, triangles[0] - triangles[1] - triangles[2] + triangles[3])
             else:
                 total += heads * run.q_len * min(run.k_len, 2 * window - 1 + sinks)
     return total

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...attention.kind import CallKind
+from ...attention.kind import SOFTCAP, CallKind
 from ...attention.stored import BITS
 
 LEAST_SM = (8, 0)
@@ -192,8 +192,11 @@ class Warps(NamedTuple):
         return self.keys // self.pieces
 
 
-def warps_of(dim: int, sharing: int, window: bool) -> Warps | None:
-    """How warps share out a dense call, or one with windows, as measured on an H200; None where they lose."""
+def warps_of(kind: CallKind, window: bool) -> Warps | None:
+    """How warps share out calls of a kind, with windows or without, as measured on an H200; None where they lose."""
+    dim, sharing = kind.head_dim, kind.groups
+    if kind.head_dim_v != dim or kind.dtype.itemsize != 2 or kind.features & SOFTCAP:
+        return None
     if dim == 128:
         return Warps(2, 1, 128, 2, window, True, dim, sharing, window)
     if dim == 64:
