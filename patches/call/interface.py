@@ -26,7 +26,7 @@ from ..mask.structured_mask import StructuredMask, maskless, recall
 from ..plans.slots import BLOCKS, LAYER, instead
 from .extended import attend_extended as attend_extended
 from .extended import collecting
-from .keywords import ALLOWED_KEYWORDS
+from .keywords import ALLOWED_KEYWORDS, PACKED_KEYWORDS
 
 if TYPE_CHECKING:
     from adaattn_hf.plans.bound_layer import BoundLayer
@@ -135,8 +135,9 @@ def attend_ordinary(
     """
     fields, query, key, value = module.__dict__, call.query, call.key, call.value
     q_shape, k_shape = query.shape, key.shape  # each is made anew when it is asked for
+    documents = None if ALLOWED_KEYWORDS.issuperset(kwargs) else kwargs.get("cu_seq_lens_q")
     if (
-        not ALLOWED_KEYWORDS.issuperset(kwargs)
+        not (PACKED_KEYWORDS if documents is not None else ALLOWED_KEYWORDS).issuperset(kwargs)
         or listeners()
         or any_autocast()
         or fields.get("reorder_and_upcast_attn")
@@ -148,7 +149,11 @@ def attend_ordinary(
         return None
     if type(attention_mask) is StructuredMask:
         structure: MaskStructure | None = attention_mask.structure
-    elif attention_mask is None:
+        if documents is not None:  # with borders that an earlier layer of the pass has read, by the long way
+            keys = kwargs.get("cu_seq_lens_k")
+            read = attention_mask.packed.get((id(documents), id(documents if keys is None else keys)))
+            structure = None if read is None else read[2]
+    elif attention_mask is None and documents is None:
         structure = recall(maskless(module, q_shape, k_shape, is_causal))
     else:
         structure = None

@@ -35,6 +35,8 @@ MEANINGFUL_KEYWORDS = frozenset((
 KNOWN_KEYWORDS = IGNORED_KEYWORDS | MEANINGFUL_KEYWORDS
 ALLOWED_KEYWORDS = {*IGNORED_KEYWORDS, "position_ids"}
 """Keywords that change no ordinary call, and those that a user allowed; `position_ids` do where the mask says so."""
+PACKED_KEYWORDS = {*ALLOWED_KEYWORDS, "cu_seq_lens_q", "cu_seq_lens_k"}
+"""The same, and those that tell borders of documents."""
 
 
 def allow_keywords(*names: str) -> None:
@@ -55,4 +57,5 @@ def allow_keywords(*names: str) -> None:
                 f"names: got {name!r:.80}, expected keywords that attention may ignore, each a string; give the names "
                 "of parameters of your loss function"
             )
-    ALLOWED_KEYWORDS.update(names)
+    for allowed in (ALLOWED_KEYWORDS, PACKED_KEYWORDS):
+        allowed.update(names)
