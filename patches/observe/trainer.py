@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
 
+class _Calls(Listener):
+    # counts the calls of a thread by their kind, and the backend that was asked for by name
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[CallKind, str | None]] = Counter()
+
+    def before(self, module: nn.Module, call: AttentionCall) -> None:
+        self.counts[call.checked_kind(), call.backend] += 1
+
+
 def plan_statistics(model: nn.Module) -> dict[str, float]:
     """Returns what a model's plan predicts, as numbers for a logger; empty for a model without a plan.
 
@@ -44,7 +53,7 @@ def plan_statistics(model: nn.Module) -> dict[str, float]:
     return numbers
 
 
-class AdaAttnCallback(TrainerCallback, Listener):
+class AdaAttnCallback(TrainerCallback):
     """Adds AdaAttn's numbers to the logs of a Trainer.
 
     `Trainer(callbacks=[AdaAttnCallback()])` adds them to `state.log_history` and the printed lines.
@@ -54,7 +63,7 @@ class AdaAttnCallback(TrainerCallback, Listener):
 
     def __init__(self) -> None:
         """Creates a callback, which counts from the beginning of training to its end."""
-        self._calls: Counter[tuple[CallKind, str | None]] = Counter()
+        self._calls = _Calls()
         self._listening = ExitStack()
         self._plan: dict[str, float] = {}
 
@@ -69,24 +78,19 @@ class AdaAttnCallback(TrainerCallback, Listener):
     ) -> None:
         """Read the plan and begin to count."""
         self._listening.close()
-        self._calls.clear()
-        self._listening.enter_context(listening(self))
+        self._calls = self._listening.enter_context(listening(_Calls()))
         self._plan = plan_statistics(kwargs["model"])
-
-    def before(self, module: nn.Module, call: AttentionCall) -> None:
-        """Count a call."""
-        self._calls[call.checked_kind(), call.backend] += 1
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the numbers to the log that is being written."""
         numbers: dict[str, float] = {}
-        if total := sum(self._calls.values()):
+        if total := sum(self._calls.counts.values()):
             shares: Counter[str] = Counter()
-            for (kind, forced), count in self._calls.items():
+            for (kind, forced), count in self._calls.counts.items():
                 shares[f"adaattn/backend/{choose(kind, forced).name}"] += count
                 shares[f"adaattn/structure/{kind.shape}"] += count
             numbers = {"adaattn/calls": float(total), **{name: count / total for name, count in sorted(shares.items())}}
-            self._calls.clear()
+            self._calls.counts.clear()
         numbers |= self._plan
         logs: dict[str, float] | None = kwargs.get("logs")
         if logs is not None:
