@@ -93,6 +93,25 @@ def test_layers_and_passes_of_a_kind_share_a_launch(long: list[int]) -> None:
     assert (long, kinds()) == ([0], 1)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_first_layer_alone_reads_the_documents_of_a_pass(apart: bool, long: list[int]) -> None:
+    """Also where queries and keys are told by tensors of their own; other lengths are read anew."""
+    module = layer()
+    mask = adaattn_mask(1, N, N, mask_function=causal_mask_function, config=module.config)
+    for first in (5, 5, 8):
+        ends = torch.tensor([0, first, N], dtype=torch.int32)
+        said = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone() if apart else None, "max_length_q": N}
+        documents = (torch.arange(N) >= first).long()[None]
+        for _ in range(3):
+            q, k, v = (t[:1] for t in draw())
+            with torch.no_grad():
+                out, _ = attend(module, q, k, v, mask, **said)
+            structure = MaskStructure(1, N, N, causal=True, q_segments=documents, k_segments=documents)
+            expected = reference.attention(AttentionCall(q, k, v, structure, q.shape[3] ** -0.5)).out
+            torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+    assert long == [3]
+
+
 @pytest.mark.parametrize("what", ["queries", "keys", "values", "rows"])
 def test_a_launch_never_takes_tensors_that_do_not_belong_together(what: str) -> None:
     module = layer()
