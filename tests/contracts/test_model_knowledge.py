@@ -46,14 +46,11 @@ def test_callers_are_looked_at_where_it_is_said_alone() -> None:
     assert files == LOOKS_AT_CALLERS
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "index = module.layer_idx", 'index = getattr(module, "layer_idx", None)',
-        'kept = module.__dict__["_hf_hook"]', 'LEARNED = ("position_embeddings", "wpe")',
-        "frame = sys._getframe(1)", "outer = frame.f_back",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("line", [
+    "index = module.layer_idx", 'index = getattr(module, "layer_idx", None)',
+    'kept = module.__dict__["_hf_hook"]', 'LEARNED = ("position_embeddings", "wpe")',
+    "frame = sys._getframe(1)", "outer = frame.f_back",
+])  # fmt: skip
 def test_a_planted_violation_is_found(line: str, tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
     planted.write_text(f"def f(module, frame):\n    {line}\n")

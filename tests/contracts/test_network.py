@@ -89,14 +89,11 @@ def test_loading_and_running_a_model_asks_nobody_and_writes_nothing(tmp_path: Pa
     assert state_of(packaged) == before
 
 
-@pytest.mark.parametrize(
-    ("planted", "complaint"),
-    [
-        ("urllib.request.urlopen('https://example.org', timeout=1)", "socket.getaddrinfo"),
-        ("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'hello', ('127.0.0.1', 9))", "socket.sendto"),
-        ("open('statistics.json', 'w').close()", "wrote statistics.json"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("planted", "complaint"), [
+    ("urllib.request.urlopen('https://example.org', timeout=1)", "socket.getaddrinfo"),
+    ("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'hello', ('127.0.0.1', 9))", "socket.sendto"),
+    ("open('statistics.json', 'w').close()", "wrote statistics.json"),
+])  # fmt: skip
 def test_what_is_done_behind_the_back_is_found(planted: str, complaint: str, tmp_path: Path) -> None:
     """Also where the program goes on as if nothing had been."""
     code = f"import socket, urllib.request\ntry:\n    {planted}\nexcept OSError:\n    pass"
@@ -130,15 +127,12 @@ def test_the_source_names_the_network_in_the_documented_places_alone() -> None:
     assert [path.name for path in native if "socket" in path.read_text(encoding="utf-8")] == []
 
 
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("import socket", "socket"), ("from urllib.request import urlopen", "urllib.request.urlopen"),
-        ("def f():\n    import requests as r", "requests"),
-        ("importlib.import_module('huggingface_hub')", "huggingface_hub"),
-        ("from huggingface_hub import snapshot_download", "huggingface_hub.snapshot_download"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "name"), [
+    ("import socket", "socket"), ("from urllib.request import urlopen", "urllib.request.urlopen"),
+    ("def f():\n    import requests as r", "requests"),
+    ("importlib.import_module('huggingface_hub')", "huggingface_hub"),
+    ("from huggingface_hub import snapshot_download", "huggingface_hub.snapshot_download"),
+])  # fmt: skip
 def test_a_module_of_the_network_is_found(line: str, name: str) -> None:
     assert list(named(line)) == [name]
     assert list(named("from urllib.parse import urlsplit\nfrom .http import page\nimport json")) == []

@@ -19,14 +19,11 @@ def fields(record: type) -> list[str]:
     return [field.name for field in dataclasses.fields(record)]
 
 
-@pytest.mark.parametrize(
-    ("section", "keys"),
-    [
-        ("Settings: `config.adaattn`", fields(AdaAttnConfig)), ("Plan", ["format", *fields(Plan)]),
-        ("Cache", [*disk._FIELDS, *disk._OF_LAYER]),
-        ("Report of `adaattn bench`", [*SCHEMA["properties"], *SCHEMA["$defs"]["cell"]["properties"]]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("section", "keys"), [
+    ("Settings: `config.adaattn`", fields(AdaAttnConfig)), ("Plan", ["format", *fields(Plan)]),
+    ("Cache", [*disk._FIELDS, *disk._OF_LAYER]),
+    ("Report of `adaattn bench`", [*SCHEMA["properties"], *SCHEMA["$defs"]["cell"]["properties"]]),
+])  # fmt: skip
 def test_every_key_is_on_the_page(section: str, keys: Iterable[str]) -> None:
     page = (ROOT / "docs" / "formats.md").read_text("utf-8")
     text = page.split(f"## {section}\n")[1].split("\n## ")[0]

@@ -98,15 +98,12 @@ def test_the_packages_text_is_for_its_model_alone(llama: Path, tmp_path: Path, m
     assert (len(asked), json.loads(own.stdout)["text"]) == (1, "the package's held-out pages")
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [
-        (("--map", "1"), 2, "layer.head"),
-        (("--against", "nowhere"), 2, "no map"), (("--map", "0.0", "--against", "nowhere"), 4, "does not exist"),
-        (("--length", "65"), 2, "at most the 64"), (("--plan", "nowhere"), 4, "does not exist"),
-        (("--threads", "0"), 2, "threads"), (("--output-dir", f"{__file__}/out"), 2, "cannot be made"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "code", "says"), [
+    (("--map", "1"), 2, "layer.head"),
+    (("--against", "nowhere"), 2, "no map"), (("--map", "0.0", "--against", "nowhere"), 4, "does not exist"),
+    (("--length", "65"), 2, "at most the 64"), (("--plan", "nowhere"), 4, "does not exist"),
+    (("--threads", "0"), 2, "threads"), (("--output-dir", f"{__file__}/out"), 2, "cannot be made"),
+])  # fmt: skip
 def test_wrong_words_are_refused(llama: Path, texts: Path, words: tuple[str, ...], code: int, says: str) -> None:
     profile(llama, "--data", texts / "plain.txt", *words, code=code, says=says)
 

@@ -27,14 +27,11 @@ def test_a_cache_of_numbers_costs_nothing_and_bytes_cost_little(loaded: checkpoi
     assert "Cache:" not in report.markdown([evaluated(loaded, None)])
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"cache": "int4"}, "cache: got 'int4'"), ({"cache": "int8", "padding": "left"}, "expected --padding none"),
-        ({"cache": "int8", "cache_piece": 0}, "cache_piece: got 0"),
-        ({"cache": "int8", "attn_implementation": "eager"}, "cannot read codes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "words"), [
+    ({"cache": "int4"}, "cache: got 'int4'"), ({"cache": "int8", "padding": "left"}, "expected --padding none"),
+    ({"cache": "int8", "cache_piece": 0}, "cache_piece: got 0"),
+    ({"cache": "int8", "attn_implementation": "eager"}, "cannot read codes"),
+])  # fmt: skip
 def test_what_no_cache_can_measure_is_said(loaded: checkpoint.Checkpoint, given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         runner.evaluate(loaded, OWN_PAGES, Settings(**given))

@@ -93,35 +93,32 @@ def test_an_interruption_can_go_on(llama: Path, texts: Path, tmp_path: Path, mon
     assert report_of(tmp_path, "wikitext")["quality"]["arms"][0]["tokens"] > 100
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (("--data", "{pages}", "--attn-implementation", "adaatn"), 4, "Did you mean 'adaattn'"),
-        (("--data", "{pages}", "--dtype", "fp8"), 2, "Invalid value for '--dtype'"),
-        (("--data", "{pages}", "--windows", "stridden"), 2, "Invalid value for '--windows'"),
-        (("--data", "{pages}", "--padding", "top"), 2, "Invalid value for '--padding'"),
-        (("--data", "{pages}", "--context", "900"), 2, "at most the 64 tokens"),
-        (("--data", "{pages}", "--context", "16", "--stride", "17"), 2, "leave tokens out"),
-        (("--data", "{pages}", "--batch-size", "0"), 2, "batch_size: got 0"),
-        (("--data", "{pages}", "--mask-fraction", "2"), 2, "mask_fraction: got 2"),
-        (("--data", "{pages}", "--prefix-token", "99999"), 2, "gives the token 99999"),
-        (("--data", "{pages}", "--seed", "-1"), 2, "seed: got -1"),
-        (("--data", "{pages}", "--threads", "0"), 2, "threads is 0, expected from 1 to"),
-        (("--data", "{pages}", "--threads", str(10**21)), 2, "expected from 1 to"),
-        (("--data", "{pages}", "--prefix-token", str(10**21)), 2, "expected the number of a token"),
-        (("--data", "{pages}", "--max-ppl-ratio", "nan"), 2, "max_ppl_ratio: got nan, expected a ratio"),
-        (("--data", "{pages}", "--output-dir", f"{__file__}/out"), 2, "cannot be made"),
-        (("--data", "{pages}", "--resume"), 2, "no --output-dir"),
-        (("--data", "{pages}", "--resume", "--overwrite"), 2, "both"),
-        (("--data", "{pages}", "--data", "{pages}"), 2, "different names"),
-        (("--data", "{pages}", "--objective", "seq2seq"), 2, "Invalid value for '--objective'"),
-        (("--data", "{passages}", "--limit-tokens", "9"), 2, "--limit-docs"),
-        (("--data", "{passages}", "--limit-tokens", "9", "--tokenizer", "/nowhere"), 2, "--limit-docs"),
-        (("--data", "nowhere.txt"), 3, "no file or directory here"),
-        (("--data", "{pages}", "--tokenizer", "/nowhere"), 4, "tokenizer: cannot load"),
-        (("--data", "{pages}", "--no-such-option",), 2, "No such option"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "code", "says"), [
+    (("--data", "{pages}", "--attn-implementation", "adaatn"), 4, "Did you mean 'adaattn'"),
+    (("--data", "{pages}", "--dtype", "fp8"), 2, "Invalid value for '--dtype'"),
+    (("--data", "{pages}", "--windows", "stridden"), 2, "Invalid value for '--windows'"),
+    (("--data", "{pages}", "--padding", "top"), 2, "Invalid value for '--padding'"),
+    (("--data", "{pages}", "--context", "900"), 2, "at most the 64 tokens"),
+    (("--data", "{pages}", "--context", "16", "--stride", "17"), 2, "leave tokens out"),
+    (("--data", "{pages}", "--batch-size", "0"), 2, "batch_size: got 0"),
+    (("--data", "{pages}", "--mask-fraction", "2"), 2, "mask_fraction: got 2"),
+    (("--data", "{pages}", "--prefix-token", "99999"), 2, "gives the token 99999"),
+    (("--data", "{pages}", "--seed", "-1"), 2, "seed: got -1"),
+    (("--data", "{pages}", "--threads", "0"), 2, "threads is 0, expected from 1 to"),
+    (("--data", "{pages}", "--threads", str(10**21)), 2, "expected from 1 to"),
+    (("--data", "{pages}", "--prefix-token", str(10**21)), 2, "expected the number of a token"),
+    (("--data", "{pages}", "--max-ppl-ratio", "nan"), 2, "max_ppl_ratio: got nan, expected a ratio"),
+    (("--data", "{pages}", "--output-dir", f"{__file__}/out"), 2, "cannot be made"),
+    (("--data", "{pages}", "--resume"), 2, "no --output-dir"),
+    (("--data", "{pages}", "--resume", "--overwrite"), 2, "both"),
+    (("--data", "{pages}", "--data", "{pages}"), 2, "different names"),
+    (("--data", "{pages}", "--objective", "seq2seq"), 2, "Invalid value for '--objective'"),
+    (("--data", "{passages}", "--limit-tokens", "9"), 2, "--limit-docs"),
+    (("--data", "{passages}", "--limit-tokens", "9", "--tokenizer", "/nowhere"), 2, "--limit-docs"),
+    (("--data", "nowhere.txt"), 3, "no file or directory here"),
+    (("--data", "{pages}", "--tokenizer", "/nowhere"), 4, "tokenizer: cannot load"),
+    (("--data", "{pages}", "--no-such-option",), 2, "No such option"),
+])  # fmt: skip
 def test_wrong_arguments(
     llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, code: int, says: str
 ) -> None:

@@ -112,15 +112,12 @@ def test_without_a_hub_the_message_names_the_remedy(hub: dict[str, Any], name: s
     assert refusal.value.exit_code == 3
 
 
-@pytest.mark.parametrize(
-    ("content", "spec", "says"),
-    [
-        (None, "{path}", "no file or directory here"), (None, "wikitext:{path}", "does not exist"),
-        (None, "lambada:{path}", "does not exist"), ("", "{path}", "no text"),
-        ("\n", "wikitext:{path}", "no text"), ("word\n", "lambada:{path}", "at least two words"),
-        (b"caf\xe9", "{path}", "as UTF-8"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "spec", "says"), [
+    (None, "{path}", "no file or directory here"), (None, "wikitext:{path}", "does not exist"),
+    (None, "lambada:{path}", "does not exist"), ("", "{path}", "no text"),
+    ("\n", "wikitext:{path}", "no text"), ("word\n", "lambada:{path}", "at least two words"),
+    (b"caf\xe9", "{path}", "as UTF-8"),
+])  # fmt: skip
 def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: str, says: str) -> None:
     path = tmp_path / "text.txt"
     if content is not None:
@@ -129,13 +126,10 @@ def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: 
         corpora.load(spec.format(path=path))
 
 
-@pytest.mark.parametrize(
-    ("line", "says", "kind"),
-    [
-        ("{", "line 1 is not JSON", "lambada"), ('{"body": "x"}', "field 'text'", "lambada"),
-        ("[1]", "text field 'text'", "lambada"), ('{"body": "x"}', "'page' or 'text'", "wikitext"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "says", "kind"), [
+    ("{", "line 1 is not JSON", "lambada"), ('{"body": "x"}', "field 'text'", "lambada"),
+    ("[1]", "text field 'text'", "lambada"), ('{"body": "x"}', "'page' or 'text'", "wikitext"),
+])  # fmt: skip
 def test_rows_that_are_none(tmp_path: Path, line: str, says: str, kind: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(line + "\n", encoding="utf-8")

@@ -108,14 +108,11 @@ def test_a_journal_is_not_overwritten_unasked(loaded: checkpoint.Checkpoint, tmp
     assert (tmp_path / journal.NAME).read_bytes() != before  # timings differ
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"settings": replace(SETTINGS, attn_implementation="adaattn")}, "attn_implementation: there 'eager', now"),
-        ({"settings": replace(SETTINGS, batch_size=3)}, "settings.batch_size: there 2, now 3"),
-        ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"), ({"weights": True}, "weights: there"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "names"), [
+    ({"settings": replace(SETTINGS, attn_implementation="adaattn")}, "attn_implementation: there 'eager', now"),
+    ({"settings": replace(SETTINGS, batch_size=3)}, "settings.batch_size: there 2, now 3"),
+    ({"corpus": corpora.lastword_corpus(PASSAGES, "other")}, "data: there"), ({"weights": True}, "weights: there"),
+])  # fmt: skip
 def test_another_runs_journal_is_refused(llama: Path, tmp_path: Path, change: dict[str, Any], names: str) -> None:
     mine = checkpoint.load(llama, device="cpu")
     run(mine, tmp_path)

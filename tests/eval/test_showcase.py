@@ -81,13 +81,10 @@ def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     adaattn("eval", *LITTLE, "--dtype", "float32", "--output-dir", tmp_path, code=1, says=says)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--data x.txt", "--tokenizer x", "--max-ppl-ratio 1", "--objective masked", "--split validation",
-        "--trust-remote-code",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("option", [
+    "--data x.txt", "--tokenizer x", "--max-ppl-ratio 1", "--objective masked", "--split validation",
+    "--trust-remote-code",
+])  # fmt: skip
 def test_arguments_that_need_a_model(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(showcase, "DEMO_MODELS", ())
     says = (f"{option.split()[0].removeprefix('--').replace('-', '_')}: got", "without MODEL")

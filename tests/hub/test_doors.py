@@ -89,17 +89,14 @@ def test_documents_that_cannot_be_are_refused(serve: Serve, borders: list[int], 
         packed(serve, drawn(2), torch.tensor([0, 4, 9], dtype=torch.int32))
 
 
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Layer"), ({"invented": 3}, "^invented: got int from Layer"),
-        ({"sliding_window": 4}, "sliding_window: got 4 for 9 keys and no attention_mask"),
-        ({"scaling": "half"}, "scaling: got 'half'"),
-        ({"position_bias": torch.ones(9, 9, dtype=torch.long)}, "position_bias: got"),
-        ({"block_table": torch.ones(1)}, "block_table: Layer keeps its keys in a paged cache"),
-        ({"cache": object()}, "cache: Layer keeps its keys in a paged cache"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keywords", "words"), [
+    ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Layer"), ({"invented": 3}, "^invented: got int from Layer"),
+    ({"sliding_window": 4}, "sliding_window: got 4 for 9 keys and no attention_mask"),
+    ({"scaling": "half"}, "scaling: got 'half'"),
+    ({"position_bias": torch.ones(9, 9, dtype=torch.long)}, "position_bias: got"),
+    ({"block_table": torch.ones(1)}, "block_table: Layer keeps its keys in a paged cache"),
+    ({"cache": object()}, "cache: Layer keeps its keys in a paged cache"),
+])  # fmt: skip
 def test_what_changes_a_call_and_is_not_served_is_refused(serve: Serve, keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         serve(Layer(1), *drawn(1), None, **keywords)

@@ -234,44 +234,35 @@ def test_what_is_not_computed_is_refused_by_name(flash: Any, asked: dict[str, An
         flash.flash_attn_func(q, q, q, **asked)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "words"),
-    [
-        (((1, 4, 2, 8), (1, 4, 2, 4), (1, 4, 2, 4)), "one head size"),
-        (((1, 4, 2, 8), (1, 4, 2, 8), (1, 5, 2, 8)), "the same tokens"),
-        (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "expected a divisor"),
-        (((2, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "a batch of 1"), (((4, 2, 8), (4, 2, 8), (4, 2, 8)), "expected 4"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("shapes", "words"), [
+    (((1, 4, 2, 8), (1, 4, 2, 4), (1, 4, 2, 4)), "one head size"),
+    (((1, 4, 2, 8), (1, 4, 2, 8), (1, 5, 2, 8)), "the same tokens"),
+    (((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "expected a divisor"),
+    (((2, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)), "a batch of 1"), (((4, 2, 8), (4, 2, 8), (4, 2, 8)), "expected 4"),
+])  # fmt: skip
 def test_tensors_that_do_not_belong_together_are_refused(flash: Any, shapes: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         flash.flash_attn_func(*(drawn(*shape) for shape in shapes))
 
 
-@pytest.mark.parametrize(
-    ("cu_q", "cu_k", "words"),
-    [
-        ([0, 3, 9], [0, 3, 4], "cu_seqlens_q: got \\[0, 3, 9\\]"),
-        ([0, 3, 4], [0, 4, 3], "cu_seqlens_k: got \\[0, 4, 3\\]"), ([1, 4], [0, 4], "cu_seqlens_q"),
-        ([0, 4], [0, 2, 4], "cu_seqlens_k: got 3 entries"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("cu_q", "cu_k", "words"), [
+    ([0, 3, 9], [0, 3, 4], "cu_seqlens_q: got \\[0, 3, 9\\]"),
+    ([0, 3, 4], [0, 4, 3], "cu_seqlens_k: got \\[0, 4, 3\\]"), ([1, 4], [0, 4], "cu_seqlens_q"),
+    ([0, 4], [0, 2, 4], "cu_seqlens_k: got 3 entries"),
+])  # fmt: skip
 def test_sums_that_leave_the_tokens_are_refused(flash: Any, cu_q: list[int], cu_k: list[int], words: str) -> None:
     q = drawn(4, 2, 8)
     with pytest.raises(ValueError, match=words):
         flash.flash_attn_varlen_func(q, q, q, torch.tensor(cu_q), torch.tensor(cu_k))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"block_table": torch.tensor([[99]])}, "got page 99"),
-        ({"block_table": torch.tensor([[0]]), "cache_seqlens": 4}, "got 1 pages of 4 tokens for sequence 0 of 5"),
-        ({"block_table": torch.tensor([[-1]])}, "got page -1"),
-        ({"block_table": None, "cache_seqlens": 4}, "in a cache of 4"), ({"rotary_cos": torch.ones(1)}, "rotary_cos"),
-        ({"cache_seqlens": None}, "cache_seqlens: got None"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"block_table": torch.tensor([[99]])}, "got page 99"),
+    ({"block_table": torch.tensor([[0]]), "cache_seqlens": 4}, "got 1 pages of 4 tokens for sequence 0 of 5"),
+    ({"block_table": torch.tensor([[-1]])}, "got page -1"),
+    ({"block_table": None, "cache_seqlens": 4}, "in a cache of 4"), ({"rotary_cos": torch.ones(1)}, "rotary_cos"),
+    ({"cache_seqlens": None}, "cache_seqlens: got None"),
+])  # fmt: skip
 def test_caches_that_do_not_hold_the_tokens_are_refused(flash: Any, changes: dict[str, Any], words: str) -> None:
     cache, new = drawn(2, 4, 2, 8), drawn(1, 1, 2, 8)
     asked: dict[str, Any] = dict(cache_seqlens=2, block_table=torch.tensor([[1]])) | changes

@@ -236,13 +236,10 @@ def test_a_model_whose_losses_are_no_numbers_is_refused(text: list[Path]) -> Non
         compare(arms, window, lambda module, call: exact_tap(module, call) * math.nan, exact)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("budget", 0.0), ("budget", math.nan), ("budget", math.inf),
-        ("needles_lost", -0.1), ("needles_lost", 1.0), ("alpha", 0.0), ("alpha", 1.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value"), [
+    ("budget", 0.0), ("budget", math.nan), ("budget", math.inf),
+    ("needles_lost", -0.1), ("needles_lost", 1.0), ("alpha", 0.0), ("alpha", 1.0),
+])  # fmt: skip
 def test_a_limit_that_is_none_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value}, expected"):
         replace(SETTINGS, **{name: value})

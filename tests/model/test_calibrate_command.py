@@ -530,26 +530,23 @@ def test_ctrl_c_says_how_to_go_on_and_resume_gives_the_same_plan(
     assert not (planned / FILE).exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--lengths", "4x"), "lengths is '4x', expected numbers of tokens"),
-        (("--lengths", "9k"), "lengths is [9216], expected at most the "),
-        (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
-        (("--dtype", "float33"), "Invalid value for '--dtype'"),
-        (("--families", "windows"), "Did you mean 'window'"), (("--families", ","), "expected some of window,"),
-        (("--threads", "0"), "threads is 0, expected at least 1"),
-        (("--aim", "speed"), "Invalid value for '--aim'"),
-        (("--aim", "step"), "families is bf16, expected window among them"),
-        (("--kv-bytes", "0.4x"), "kv_bytes is 0.4, expected none beside the aim 'prompt'"),
-        (("--prices", "nowhere.json"), "nowhere.json is no file"),
-        (("--output-dir", __file__), "cannot be made"), (("--budget", "lots"), "budget is 'lots'"),
-        (("--budget", ""), "budget is '', expected a rise of the perplexity"),
-        (("--budget", " "), "expected a rise of the perplexity"),
-        (("--budget", "1%", "--budget", "0.1%"), "in_place: got 2 budgets, expected one"),
-        (("--budget", "1%", "--budget", "1.0%"), "expected each once; leave the second 1.0% out"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "words"), [
+    (("--lengths", "4x"), "lengths is '4x', expected numbers of tokens"),
+    (("--lengths", "9k"), "lengths is [9216], expected at most the "),
+    (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
+    (("--dtype", "float33"), "Invalid value for '--dtype'"),
+    (("--families", "windows"), "Did you mean 'window'"), (("--families", ","), "expected some of window,"),
+    (("--threads", "0"), "threads is 0, expected at least 1"),
+    (("--aim", "speed"), "Invalid value for '--aim'"),
+    (("--aim", "step"), "families is bf16, expected window among them"),
+    (("--kv-bytes", "0.4x"), "kv_bytes is 0.4, expected none beside the aim 'prompt'"),
+    (("--prices", "nowhere.json"), "nowhere.json is no file"),
+    (("--output-dir", __file__), "cannot be made"), (("--budget", "lots"), "budget is 'lots'"),
+    (("--budget", ""), "budget is '', expected a rise of the perplexity"),
+    (("--budget", " "), "expected a rise of the perplexity"),
+    (("--budget", "1%", "--budget", "0.1%"), "in_place: got 2 budgets, expected one"),
+    (("--budget", "1%", "--budget", "1.0%"), "expected each once; leave the second 1.0% out"),
+])  # fmt: skip
 def test_wrong_arguments_end_with_code_2(model: Path, run: Run, more: tuple[str, ...], words: str) -> None:
     run(model, *more, code=2, says=words)
 
@@ -714,16 +711,13 @@ def test_minutes_bound_the_whole_and_keep_what_is_measured(
     assert "verify" not in done.output
 
 
-@pytest.mark.parametrize(
-    ("rope", "reach"),
-    [
-        ({"rope_type": "default"}, 256),
-        ({"rope_type": "linear", "factor": 4.0}, 1024),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
-        ({"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0}, 256),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rope", "reach"), [
+    ({"rope_type": "default"}, 256),
+    ({"rope_type": "linear", "factor": 4.0}, 1024),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+    ({"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+      "high_freq_factor": 4.0}, 256),
+])  # fmt: skip
 def test_lengths_beyond_the_positions_are_refused_with_scaling_considered(
     model: Path, run: Run, rope: dict[str, Any], reach: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

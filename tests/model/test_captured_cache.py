@@ -91,13 +91,10 @@ def test_on_a_device_the_kernel_reads_codes_in_the_graph(
         assert graphs.called.count("adaattn_hf.triton_step.default") == launches
 
 
-@pytest.mark.parametrize(
-    ("stored", "streaming", "prompt", "steps", "padding"),
-    [
-        ("int8", False, 20, 2, 0), ("k8v4", False, 20, 2, 0), ("int8", True, 16, 3, 0), ("int8", True, 20, 30, 0),
-        ("int8", True, 20, 30, 5), ("int8", True, 60, 30, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("stored", "streaming", "prompt", "steps", "padding"), [
+    ("int8", False, 20, 2, 0), ("k8v4", False, 20, 2, 0), ("int8", True, 16, 3, 0), ("int8", True, 20, 30, 0),
+    ("int8", True, 20, 30, 5), ("int8", True, 60, 30, 0),
+])  # fmt: skip
 def test_the_host_goes_on_where_a_graph_has_written(
     stored: str, streaming: bool, prompt: int, steps: int, padding: int
 ) -> None:

@@ -158,15 +158,11 @@ def test_a_key_that_comes_twice_is_refused(key: str) -> None:
         Plan.from_json(text.replace(line, f"{line.rstrip(',')},\n{line}"))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model_type": "x" * 100_000}, {"weight_hash": "y" * 100_000}, {"dtype": ["z"] * 100_000}, {"k" * 100_000: 1},
-        {"layers": [{"layer": 0, "weights": "w" * 100_000, "choices": []}]}, {"attention_layers": [1, 0] * 2000},
-        {"protocol": {"cache": "c" * 100_000}}, {"format": "f" * 100_000}, {"lengths": list(range(1000, 0, -1))},
-    ],
-    ids=lambda changes: f"{next(iter(changes)):.20}",
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"model_type": "x" * 100_000}, {"weight_hash": "y" * 100_000}, {"dtype": ["z"] * 100_000}, {"k" * 100_000: 1},
+    {"layers": [{"layer": 0, "weights": "w" * 100_000, "choices": []}]}, {"attention_layers": [1, 0] * 2000},
+    {"protocol": {"cache": "c" * 100_000}}, {"format": "f" * 100_000}, {"lengths": list(range(1000, 0, -1))},
+], ids=lambda changes: f"{next(iter(changes)):.20}")  # fmt: skip
 def test_long_values_are_not_echoed(changes: dict[str, Any]) -> None:
     with pytest.raises(PlanError) as refused:
         Plan.from_dict({**lettered()[1].to_dict(), **changes})
@@ -195,18 +191,14 @@ def claim(tmp_path_factory: pytest.TempPathFactory) -> Claim:
     return place / "text.txt", plan, judged(place / "text.txt", plan, place)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"verified": replace(PROVEN, **edit)} for edit, _ in EDITS), {"verified": None},
-        {"protocol": {"gates": {"budget": 9.0, "top1": 0.0, "needles": 1.0, "rounding": 9.0}}},
-        {"protocol": {"settings": {"alpha": 0.5, "held_out": 2, "haystacks": 0, "another": "one"}}},
-        {"protocol": {"settings": {"sequences": 30, "joint": 9}, "machine": "x" * 100_000}},
-        {"protocol": {"scoring": {"mask_share": 0.9, "maskings": 1}}}, {"verified": replace(PROVEN, tries=9)},
-        {"seed": 7}, {"data_fingerprint": "ab" * 32}, {"attention_layers": ()},
-    ],
-    ids=lambda value: str(value)[:60],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    *({"verified": replace(PROVEN, **edit)} for edit, _ in EDITS), {"verified": None},
+    {"protocol": {"gates": {"budget": 9.0, "top1": 0.0, "needles": 1.0, "rounding": 9.0}}},
+    {"protocol": {"settings": {"alpha": 0.5, "held_out": 2, "haystacks": 0, "another": "one"}}},
+    {"protocol": {"settings": {"sequences": 30, "joint": 9}, "machine": "x" * 100_000}},
+    {"protocol": {"scoring": {"mask_share": 0.9, "maskings": 1}}}, {"verified": replace(PROVEN, tries=9)},
+    {"seed": 7}, {"data_fingerprint": "ab" * 32}, {"attention_layers": ()},
+], ids=lambda value: str(value)[:60])  # fmt: skip
 def test_no_field_of_the_plan_changes_how_it_is_judged(changes: dict[str, Any], claim: Claim, tmp_path: Path) -> None:
     history = [{"verified": {}, "held_out": {"64": [2, 4]}}]
     (tmp_path / "adaattn_report.json").write_text(json.dumps({"history": history}), encoding="utf-8")

@@ -106,13 +106,10 @@ def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurem
         explorer(renamed, made[1].plan)
 
 
-@pytest.mark.parametrize(
-    ("report", "says"),
-    [
-        (None, "does not exist"), ("{}", "holds no table"), ("{", "adaattn_report.json"),
-        ('{"table": {}}', "calibrate again"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("report", "says"), [
+    (None, "does not exist"), ("{}", "holds no table"), ("{", "adaattn_report.json"),
+    ('{"table": {}}', "calibrate again"),
+])  # fmt: skip
 def test_a_plan_without_its_table_is_refused(directory: Path, tmp_path: Path, report: Any, says: str) -> None:
     plan = tmp_path / "adaattn_plan.json"
     plan.write_bytes((directory / "adaattn_plan.json").read_bytes())

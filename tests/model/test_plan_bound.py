@@ -109,14 +109,10 @@ def test_weights_in_buffers_are_bound_and_watched(where: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ settings of the model
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}, {"rms_norm_eps": 1e-2},
-        {"hidden_act": "relu"}, {"max_position_embeddings": 1 << 20},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}, {"rms_norm_eps": 1e-2},
+    {"hidden_act": "relu"}, {"max_position_embeddings": 1 << 20},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
 def test_a_model_with_other_settings_is_refused_by_name(changes: dict[str, Any], tmp_path: Path) -> None:
     planned().save_pretrained(tmp_path)
     loaded = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn", **changes)

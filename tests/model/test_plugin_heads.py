@@ -106,14 +106,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("stock", ["eager", "sdpa"])
-@pytest.mark.parametrize(
-    ("family", "auto", "labels"),
-    [
-        pytest.param(family, auto, labels, id=f"{family}-{auto.__name__.removeprefix('AutoModelFor')}")
-        for family, changes in FAMILIES.items() for auto, labels in EVERYWHERE
-        if type(configured(family, changes)) in auto._model_mapping
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "auto", "labels"), [
+    pytest.param(family, auto, labels, id=f"{family}-{auto.__name__.removeprefix('AutoModelFor')}")
+    for family, changes in FAMILIES.items() for auto, labels in EVERYWHERE
+    if type(configured(family, changes)) in auto._model_mapping
+])  # fmt: skip
 def test_losses_over_padding_are_those_of_stock_attention(
     family: str, auto: Any, labels: dict[str, Tensor], stock: str
 ) -> None:

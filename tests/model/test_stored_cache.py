@@ -100,15 +100,11 @@ def test_left_padded_rows_come_near_their_unpadded_selves(stored: str) -> None:
 
 
 # ---------------- the ways of generation
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"do_sample": False}, {"do_sample": False, "num_beams": 3},
-        {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": False, "prompt_lookup_num_tokens": 3}, {"do_sample": False, "prefill_chunk_size": 8},
-    ],
-    ids=["greedy", "beams", "sequences", "prompt-lookup", "chunked-prefill"],
-)  # fmt: skip
+@pytest.mark.parametrize("how", [
+    {"do_sample": False}, {"do_sample": False, "num_beams": 3},
+    {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    {"do_sample": False, "prompt_lookup_num_tokens": 3}, {"do_sample": False, "prefill_chunk_size": 8},
+], ids=["greedy", "beams", "sequences", "prompt-lookup", "chunked-prefill"])  # fmt: skip
 @pytest.mark.parametrize("family", MODELS)
 def test_generation_runs_over_stored_keys_alone(family: str, how: dict[str, Any]) -> None:
     model = MODELS[family]()

@@ -63,14 +63,10 @@ def caches(model: Any, stored: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("stored", CACHES)
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        (120, *[1] * 60), (20, *[1] * 40), (*[1] * 70,), (100, 90, 1, 1, 50, 3, 1), (2, 60, 1, 2, 100),
-        (33, 2, 2, 2, 2, 2),
-    ],
-    ids=["prompt", "short-prompt", "single", "chunks", "uneven", "at-the-brim"],
-)  # fmt: skip
+@pytest.mark.parametrize("lengths", [
+    (120, *[1] * 60), (20, *[1] * 40), (*[1] * 70,), (100, 90, 1, 1, 50, 3, 1), (2, 60, 1, 2, 100),
+    (33, 2, 2, 2, 2, 2),
+], ids=["prompt", "short-prompt", "single", "chunks", "uneven", "at-the-brim"])  # fmt: skip
 def test_decode_and_chunks_are_those_of_a_full_cache(lengths: tuple[int, ...], stored: str) -> None:
     model, tokens = model_for(stored), ids(2, 300)
     streaming, full = caches(model, stored)

@@ -198,18 +198,14 @@ def test_tensors_under_other_names_are_refused(kind: str) -> None:
 DEEP = "[" * 200_000
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"", "is no safetensors file"), (b"words that are no cache", "is no safetensors file"),
-        (save({"0.keys": torch.zeros(1)}), "without a cache"), (save({}, {disk._KEY: "{"}), "is no JSON"),
-        (save({}, {disk._KEY: DEEP}), "is no JSON"), (save({}, {disk._KEY: "9" * 9999}), "is no JSON"),
-        (save({}, {disk._KEY: "[]"}), r"got format \[\], expected 4"),
-        (save({}, {disk._KEY: '{"version": 3, "layers": []}'}), "got format 3, expected 4; read the prompt again"),
-        (save({}, {disk._KEY: '{"version": 4}'}), "is damaged"),
-    ],
-    ids=["empty", "words", "tensors", "cut", "deep", "digits", "list", "older", "bare"],
-)  # fmt: skip
+@pytest.mark.parametrize(("data", "words"), [
+    (b"", "is no safetensors file"), (b"words that are no cache", "is no safetensors file"),
+    (save({"0.keys": torch.zeros(1)}), "without a cache"), (save({}, {disk._KEY: "{"}), "is no JSON"),
+    (save({}, {disk._KEY: DEEP}), "is no JSON"), (save({}, {disk._KEY: "9" * 9999}), "is no JSON"),
+    (save({}, {disk._KEY: "[]"}), r"got format \[\], expected 4"),
+    (save({}, {disk._KEY: '{"version": 3, "layers": []}'}), "got format 3, expected 4; read the prompt again"),
+    (save({}, {disk._KEY: '{"version": 4}'}), "is damaged"),
+], ids=["empty", "words", "tensors", "cut", "deep", "digits", "list", "older", "bare"])  # fmt: skip
 def test_files_of_another_kind_are_named(data: bytes, words: str) -> None:
     said = answer("numbers", data)
     assert re.search(words, said), said

@@ -65,22 +65,19 @@ def test_another_implementation_is_refused() -> None:
     assert "attn_implementation='adaattn'" in message
 
 
-@pytest.mark.parametrize(
-    ("kind", "cls", "changes", "words"),
-    [
-        ("t5", tf.T5ForConditionalGeneration, {}, "encoder-decoder"),
-        ("bert", tf.BertModel, {"is_decoder": True, "add_cross_attention": True}, "cross-attention"),
-        ("t5", tf.T5EncoderModel, {"is_encoder_decoder": False}, "relative position"),
-        ("convbert", tf.ConvBertModel, {}, "convolutions"),
-        (
-            "jamba", tf.JambaForCausalLM,
-            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
-            "from one packed row into the next",
-        ),
-        ("clip", tf.CLIPModel, {"text_config": TOWER, "vision_config": TOWER}, "several towers"),
-        *((name, tf.AutoModelForCausalLM, changes, "its indexer") for name, changes in LISTED["sparse"].items()),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "cls", "changes", "words"), [
+    ("t5", tf.T5ForConditionalGeneration, {}, "encoder-decoder"),
+    ("bert", tf.BertModel, {"is_decoder": True, "add_cross_attention": True}, "cross-attention"),
+    ("t5", tf.T5EncoderModel, {"is_encoder_decoder": False}, "relative position"),
+    ("convbert", tf.ConvBertModel, {}, "convolutions"),
+    (
+        "jamba", tf.JambaForCausalLM,
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "use_mamba_kernels": False},
+        "from one packed row into the next",
+    ),
+    ("clip", tf.CLIPModel, {"text_config": TOWER, "vision_config": TOWER}, "several towers"),
+    *((name, tf.AutoModelForCausalLM, changes, "its indexer") for name, changes in LISTED["sparse"].items()),
+])  # fmt: skip
 def test_what_mixes_rows_attends_across_or_has_several_towers_is_refused(
     kind: str, cls: Any, changes: dict[str, Any], words: str
 ) -> None:
@@ -101,32 +98,23 @@ def test_keys_that_are_chosen_over_all_rows_keep_their_padding() -> None:
 
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+LONG["original_max_position_embeddings"] = 8
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+CHUNKS = {"floor_scale": 18, "attn_scale": 1.0, "no_rope_layers": [0, 0]}
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "auto", "words"),
-    [
-        ("esm", {"token_dropout": True, "mask_token_id": 7}, tf.AutoModel, "share of masked tokens"),
-        (
-            "llama4_text", {"floor_scale": 18, "attn_scale": 1.0, "no_rope_layers": [0, 0]}, tf.AutoModelForCausalLM,
-            "floor_scale",
-        ),
-        (
-            "llama", {"max_position_embeddings": 8, "rope_parameters": {
-                "rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, tf.AutoModelForCausalLM, "largest position",
-        ),
-        (
-            "phi3", {"original_max_position_embeddings": 8, "rope_parameters": {
-                **LONG, "original_max_position_embeddings": 8}}, tf.AutoModelForCausalLM, "largest position",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "changes", "words"), [
+    ("esm", {"token_dropout": True, "mask_token_id": 7}, "share of masked tokens"),
+    ("llama4_text", CHUNKS, "floor_scale"),
+    ("llama", {"max_position_embeddings": 8, "rope_parameters": DYNAMIC}, "largest position"),
+    ("phi3", {"original_max_position_embeddings": 8, "rope_parameters": LONG}, "largest position"),
+])  # fmt: skip
 @pytest.mark.parametrize("given", [False, True])
 def test_numbers_that_go_by_the_padded_row_are_those_of_the_padded_form(
-    family: str, changes: dict[str, Any], auto: Any, words: str, given: bool
+    family: str, changes: dict[str, Any], words: str, given: bool
 ) -> None:
     """Whole columns of padding, as of texts that are padded to a length; a row with masked tokens beside others."""
-    pair = models(family, changes, auto)
+    pair = models(family, changes, tf.AutoModel if family == "esm" else tf.AutoModelForCausalLM)
     ids, mask = tokens(length=16), torch.ones(BATCH, 16, dtype=torch.long)
     mask[0, 4:], mask[1:, 7:], ids[ids == 7], ids[1, 2:4] = 0, 0, 8, 7
     positions = {"position_ids": torch.arange(16)[None]} if given else {}

@@ -77,21 +77,17 @@ def test_the_engine_hands_its_tables_of_blocks_to_no_name_of_ours() -> None:
     assert is_flash_attention_requested(requested_attention_implementation="flash_attention_2", version=[2, 3])
 
 
-@pytest.mark.parametrize(
-    "mask_function",
-    [
-        masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function,
-        masking_utils.sliding_window_causal_mask_function(4),
-        masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
-        masking_utils.and_masks(
-            masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.zeros(1, 5))
-        ),
-        masking_utils.or_masks(
-            masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(1, 5, dtype=torch.long))
-        ),
-    ],
-    ids=["causal", "bidirectional", "sliding", "chunked", "packed", "blocks"],
-)  # fmt: skip
+@pytest.mark.parametrize("mask_function", [
+    masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function,
+    masking_utils.sliding_window_causal_mask_function(4),
+    masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
+    masking_utils.and_masks(
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.zeros(1, 5))
+    ),
+    masking_utils.or_masks(
+        masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(1, 5, dtype=torch.long))
+    ),
+], ids=["causal", "bidirectional", "sliding", "chunked", "packed", "blocks"])  # fmt: skip
 def test_compositions_of_this_version_are_read_as_dense_evaluation_says(mask_function: Any) -> None:
     assert read_pattern(mask_function) is not None, "this version composes masks in another way: learn it"
     ours = adaattn_mask(1, 5, 5, mask_function=mask_function)

@@ -53,14 +53,10 @@ def call(structure: MaskStructure, dtype: torch.dtype = torch.float32, **extra: 
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {}, {"softcap": 2.0}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-        {"bias": torch.randn(1, 4, 1, 1, generator=torch.Generator().manual_seed(1))},
-    ],
-    ids=["plain", "softcap", "sinks", "bias"],
-)  # fmt: skip
+@pytest.mark.parametrize("extra", [
+    {}, {"softcap": 2.0}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    {"bias": torch.randn(1, 4, 1, 1, generator=torch.Generator().manual_seed(1))},
+], ids=["plain", "softcap", "sinks", "bias"])  # fmt: skip
 def test_matches_the_reference(name: str, extra: dict[str, object]) -> None:
     asked = call(STRUCTURES[name], **extra)
     result, truth = attended(NativeBackend(), asked), reference.attention(asked)

@@ -80,14 +80,11 @@ def test_a_malformed_call_is_refused_in_words(name: str) -> None:
         launch.forward(query, key, value, 0.25, rules)
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        {"key": (B, 3, K, D), "value": (B, 3, K, D)}, {"key": (B, 0, K, D), "value": (B, 0, K, D)},
-        {"value": (B, 1, K, D)}, {"key": (B, KV, K, D + 1)}, {"value": (B, KV, K + 1, D)},
-        {"key": (3, KV, K, D)}, {"query": (H, Q, D)},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("shapes", [
+    {"key": (B, 3, K, D), "value": (B, 3, K, D)}, {"key": (B, 0, K, D), "value": (B, 0, K, D)},
+    {"value": (B, 1, K, D)}, {"key": (B, KV, K, D + 1)}, {"value": (B, KV, K + 1, D)},
+    {"key": (3, KV, K, D)}, {"query": (H, Q, D)},
+])  # fmt: skip
 def test_the_operators_refuse_what_does_not_belong_together(shapes: dict[str, tuple[int, ...]]) -> None:
     out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)
     fits = MaskStructure(B, Q, K).operands()

@@ -67,15 +67,12 @@ def run(path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("pythons", "picked"),
-    [
-        ({"python3.11": other((3, 11)), "python3": other((3, 11))}, "python3.11"),
-        ({"python3.11": other((3, 11)), "python3.12": other((3, 12)), "python3.14": other((3, 14))}, "python3.14"),
-        ({"python3.13": SHIM, "python3.12": other((3, 12), "ensurepip"), "python3.11": other((3, 11))}, "python3.11"),
-        ({"python3.11": other((3, 10)), "python3": other((3, 12))}, "python3"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("pythons", "picked"), [
+    ({"python3.11": other((3, 11)), "python3": other((3, 11))}, "python3.11"),
+    ({"python3.11": other((3, 11)), "python3.12": other((3, 12)), "python3.14": other((3, 14))}, "python3.14"),
+    ({"python3.13": SHIM, "python3.12": other((3, 12), "ensurepip"), "python3.11": other((3, 11))}, "python3.11"),
+    ({"python3.11": other((3, 10)), "python3": other((3, 12))}, "python3"),
+])  # fmt: skip
 def test_the_first_python_that_serves_is_taken(pythons: dict[str, str], picked: str, path: Path) -> None:
     for name, text in pythons.items():
         tool(path, name, text)

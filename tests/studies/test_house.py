@@ -39,17 +39,14 @@ def test_rooms_floors_and_arrows_are_counted(tmp_path: Path) -> None:
     assert exceeded(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "names"),
-    [
-        ("adaattn_hf/attention/structure.py", "from ..calibration.search import f\n", ["rooms in a circle"]),
-        (
-            "patches/masks.py", 'def f(choice):\n    return choice.kind == "window"\n',
-            ["branches on a choice's kind outside plans/choices/"],
-        ),
-        ("eval/report.py", "x = 1\n" * 401, ["lines of the longest module"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("file", "text", "names"), [
+    ("adaattn_hf/attention/structure.py", "from ..calibration.search import f\n", ["rooms in a circle"]),
+    (
+        "patches/masks.py", 'def f(choice):\n    return choice.kind == "window"\n',
+        ["branches on a choice's kind outside plans/choices/"],
+    ),
+    ("eval/report.py", "x = 1\n" * 401, ["lines of the longest module"]),
+])  # fmt: skip
 def test_a_planted_violation_is_found(file: str, text: str, names: list[str], tmp_path: Path) -> None:
     planted(tmp_path, {**CLEAN, file: text})
     assert exceeded(tmp_path) == names
@@ -95,15 +92,12 @@ def test_functions_of_many_parameters_are_counted() -> None:
     assert crowded(tree) == ["many:2"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "seen = {}\ndef f(x):\n    seen[x] = 1\n", "seen = set()\ndef f(x):\n    seen.add(x)\n",
-        "last = None\ndef f(x):\n    global last\n    last = x\n",
-        "import functools\n@functools.lru_cache(maxsize=8)\ndef seen(x):\n    return x\n",
-        "import functools\n@functools.cache\ndef seen(x):\n    return x\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "seen = {}\ndef f(x):\n    seen[x] = 1\n", "seen = set()\ndef f(x):\n    seen.add(x)\n",
+    "last = None\ndef f(x):\n    global last\n    last = x\n",
+    "import functools\n@functools.lru_cache(maxsize=8)\ndef seen(x):\n    return x\n",
+    "import functools\n@functools.cache\ndef seen(x):\n    return x\n",
+])  # fmt: skip
 def test_a_memory_is_found(text: str) -> None:
     assert len(memories(ast.parse(text))) == 1
 

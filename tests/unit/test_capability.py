@@ -17,15 +17,12 @@ X = torch.zeros(1, 2, 8, 16)
 KIND = AttentionCall(X, X, X, MaskStructure(1, 8, 8, causal=True), 0.25).checked_kind()
 
 
-@pytest.mark.parametrize(
-    ("sm", "bf16", "fp8", "int8", "tiles", "kib"),
-    [
-        ((7, 0), False, False, False, False, 96), ((7, 5), False, False, True, False, 64),
-        ((8, 0), True, False, True, False, 163), ((8, 9), True, True, True, False, 99),
-        ((9, 0), True, True, True, True, 227), ((12, 0), True, True, True, True, 99),
-        ((13, 0), True, True, True, True, 48),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sm", "bf16", "fp8", "int8", "tiles", "kib"), [
+    ((7, 0), False, False, False, False, 96), ((7, 5), False, False, True, False, 64),
+    ((8, 0), True, False, True, False, 163), ((8, 9), True, True, True, False, 99),
+    ((9, 0), True, True, True, True, 227), ((12, 0), True, True, True, True, 99),
+    ((13, 0), True, True, True, True, 48),
+])  # fmt: skip
 def test_cuda_devices(sm: tuple[int, int], bf16: bool, fp8: bool, int8: bool, tiles: bool, kib: int) -> None:
     found = of_sm(sm)
     assert found.sm == sm
@@ -65,16 +62,13 @@ def test_every_level_of_the_library_is_in_the_table_above() -> None:
     assert {level for level, _, _ in LEVELS} == set(library.LEVELS)
 
 
-@pytest.mark.parametrize(
-    ("backend", "sm", "reason"),
-    [
-        ("fa2", (7, 5), "flash-attn has no kernels for compute capability 7.5"), ("fa2", (9, 0), ""),
-        ("fa3", (8, 0), "flash-attn 3 has no kernels for compute capability 8.0"),
-        ("fa3_fwd", (10, 0), "fa3-fwd has no kernels for compute capability 10.0"), ("fa3_fwd", (9, 0), ""),
-        ("fa4", (8, 9), "Hopper and datacentre Blackwell"),
-        ("triton", (7, 5), "from compute capability 8.0 on, got 7.5"), ("triton", (8, 0), ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("backend", "sm", "reason"), [
+    ("fa2", (7, 5), "flash-attn has no kernels for compute capability 7.5"), ("fa2", (9, 0), ""),
+    ("fa3", (8, 0), "flash-attn 3 has no kernels for compute capability 8.0"),
+    ("fa3_fwd", (10, 0), "fa3-fwd has no kernels for compute capability 10.0"), ("fa3_fwd", (9, 0), ""),
+    ("fa4", (8, 9), "Hopper and datacentre Blackwell"),
+    ("triton", (7, 5), "from compute capability 8.0 on, got 7.5"), ("triton", (8, 0), ""),
+])  # fmt: skip
 def test_what_a_cuda_device_cannot_do_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, backend: str, sm: tuple[int, int], reason: str
 ) -> None:

@@ -214,16 +214,13 @@ class There(Tensor):
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(
-    ("n", "heads", "dim", "first"),
-    [
-        (100, 32, 128, "triton"), (512, 32, 128, "triton"), (300, 128, 128, "sdpa"), (700, 64, 128, "sdpa"),
-        (1024, 32, 128, "triton"), (1500, 32, 128, "triton"), (1024, 128, 128, "sdpa"), (2047, 64, 128, "sdpa"),
-        (2048, 32, 128, "triton"), (2048, 4, 128, "sdpa"), (4096, 128, 128, "fa3_fwd"), (1024, 1024, 128, "fa3_fwd"),
-        (1024, 8, 64, "triton"), (1500, 12, 64, "sdpa"), (2048, 12, 64, "sdpa"), (3000, 9, 64, "sdpa"),
-        (3000, 15, 64, "triton"), (4096, 9, 64, "triton"), (8192, 9, 64, "triton"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("n", "heads", "dim", "first"), [
+    (100, 32, 128, "triton"), (512, 32, 128, "triton"), (300, 128, 128, "sdpa"), (700, 64, 128, "sdpa"),
+    (1024, 32, 128, "triton"), (1500, 32, 128, "triton"), (1024, 128, 128, "sdpa"), (2047, 64, 128, "sdpa"),
+    (2048, 32, 128, "triton"), (2048, 4, 128, "sdpa"), (4096, 128, 128, "fa3_fwd"), (1024, 1024, 128, "fa3_fwd"),
+    (1024, 8, 64, "triton"), (1500, 12, 64, "sdpa"), (2048, 12, 64, "sdpa"), (3000, 9, 64, "sdpa"),
+    (3000, 15, 64, "triton"), (4096, 9, 64, "triton"), (8192, 9, 64, "triton"),
+])  # fmt: skip
 def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> None:
     """As `order` is told of a call: sizes are rounded there. Calls that wait for the host, and longer ones."""
     parts = [

@@ -167,13 +167,10 @@ def test_a_harmless_keyword_changes_nothing(name: str) -> None:
     assert torch.equal(called(**{name: torch.ones(2)}), called())
 
 
-@pytest.mark.parametrize(
-    ("keyword", "field", "value"),
-    [
-        ("softcap", "softcap", 0.5), ("s_aux", "sink_logits", torch.tensor([0.5, 2.0])),
-        ("position_bias", "bias", torch.randn(1, 2, 6, 6)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keyword", "field", "value"), [
+    ("softcap", "softcap", 0.5), ("s_aux", "sink_logits", torch.tensor([0.5, 2.0])),
+    ("position_bias", "bias", torch.randn(1, 2, 6, 6)),
+])  # fmt: skip
 def test_a_served_keyword_changes_what_is_computed(keyword: str, field: str, value: Any) -> None:
     call = AttentionCall(QUERY, KEY, VALUE, MaskStructure(1, 6, 6), 8**-0.5, **{field: value})
     found = called(**{keyword: value})

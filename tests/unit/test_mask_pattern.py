@@ -15,24 +15,21 @@ LEFT = torch.tensor([2])
 TWICE = mu.and_masks(mu.causal_mask_function, mu.sliding_window_causal_mask_function(4))  # one rule
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (mu.causal_mask_function, {"causal": True}), (mu.bidirectional_mask_function, {"causal": False}),
-        (mu.sliding_window_overlay(4), {"window": 4}), (mu.sliding_window_bidirectional_overlay(4), {"window": 5}),
-        (mu.sliding_window_causal_mask_function(4), {"causal": True, "window": 4}),
-        (mu.chunked_causal_mask_function(3, LEFT), {"causal": True, "chunk": 3, "chunk_start": LEFT}),
-        (mu.padding_mask_function(PADDING), {"key_padding": PADDING}),
-        (mu.packed_sequence_mask_function(DOCUMENTS), {"k_segments": DOCUMENTS}),
-        (mu.blockwise_overlay(SPANS), {"spans": SPANS}),
-        (mu.and_masks(mu.sliding_window_causal_mask_function(4), mu.packed_sequence_mask_function(DOCUMENTS),
-                      mu.padding_mask_function(PADDING)),
-         {"causal": True, "window": 4, "k_segments": DOCUMENTS, "key_padding": PADDING}),
-        (TWICE, {"causal": True, "window": 4}),
-        (mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)), {"causal": True, "spans": SPANS}),
-        (mu.or_masks(mu.blockwise_overlay(SPANS), mu.causal_mask_function), {"causal": True, "spans": SPANS}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("function", "expected"), [
+    (mu.causal_mask_function, {"causal": True}), (mu.bidirectional_mask_function, {"causal": False}),
+    (mu.sliding_window_overlay(4), {"window": 4}), (mu.sliding_window_bidirectional_overlay(4), {"window": 5}),
+    (mu.sliding_window_causal_mask_function(4), {"causal": True, "window": 4}),
+    (mu.chunked_causal_mask_function(3, LEFT), {"causal": True, "chunk": 3, "chunk_start": LEFT}),
+    (mu.padding_mask_function(PADDING), {"key_padding": PADDING}),
+    (mu.packed_sequence_mask_function(DOCUMENTS), {"k_segments": DOCUMENTS}),
+    (mu.blockwise_overlay(SPANS), {"spans": SPANS}),
+    (mu.and_masks(mu.sliding_window_causal_mask_function(4), mu.packed_sequence_mask_function(DOCUMENTS),
+                  mu.padding_mask_function(PADDING)),
+     {"causal": True, "window": 4, "k_segments": DOCUMENTS, "key_padding": PADDING}),
+    (TWICE, {"causal": True, "window": 4}),
+    (mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)), {"causal": True, "spans": SPANS}),
+    (mu.or_masks(mu.blockwise_overlay(SPANS), mu.causal_mask_function), {"causal": True, "spans": SPANS}),
+])  # fmt: skip
 def test_composition_is_read(function: Any, expected: dict[str, Any]) -> None:
     found = read_pattern(function)
     assert found is not None
@@ -45,24 +42,21 @@ def foreign(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return query == key
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        foreign, lambda b, h, q, k: q >= k, mu.and_masks(mu.causal_mask_function, foreign),
-        mu.or_masks(mu.causal_mask_function, foreign),
-        mu.or_masks(mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)), foreign),
-        mu.or_masks(mu.causal_mask_function, mu.sliding_window_overlay(3)),
-        mu.or_masks(mu.causal_mask_function, mu.bidirectional_mask_function, mu.blockwise_overlay(SPANS)),
-        mu.or_masks(mu.sliding_window_causal_mask_function(3), mu.blockwise_overlay(SPANS)),
-        mu.and_masks(mu.sliding_window_overlay(3), mu.sliding_window_overlay(4)),
-        mu.and_masks(mu.causal_mask_function, mu.bidirectional_mask_function),
-        mu.and_masks(mu.packed_sequence_mask_function(DOCUMENTS), mu.packed_sequence_mask_function(SPANS)),
-        mu.and_masks(
-            mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)),
-            mu.packed_sequence_mask_function(DOCUMENTS),
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("function", [
+    foreign, lambda b, h, q, k: q >= k, mu.and_masks(mu.causal_mask_function, foreign),
+    mu.or_masks(mu.causal_mask_function, foreign),
+    mu.or_masks(mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)), foreign),
+    mu.or_masks(mu.causal_mask_function, mu.sliding_window_overlay(3)),
+    mu.or_masks(mu.causal_mask_function, mu.bidirectional_mask_function, mu.blockwise_overlay(SPANS)),
+    mu.or_masks(mu.sliding_window_causal_mask_function(3), mu.blockwise_overlay(SPANS)),
+    mu.and_masks(mu.sliding_window_overlay(3), mu.sliding_window_overlay(4)),
+    mu.and_masks(mu.causal_mask_function, mu.bidirectional_mask_function),
+    mu.and_masks(mu.packed_sequence_mask_function(DOCUMENTS), mu.packed_sequence_mask_function(SPANS)),
+    mu.and_masks(
+        mu.or_masks(mu.causal_mask_function, mu.blockwise_overlay(SPANS)),
+        mu.packed_sequence_mask_function(DOCUMENTS),
+    ),
+])  # fmt: skip
 def test_what_has_no_structure_is_unknown(function: Any) -> None:
     assert read_pattern(function) is None
 

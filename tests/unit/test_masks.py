@@ -107,15 +107,11 @@ def test_packed_documents_equal_the_dense_stock_mask(lengths: list[int], window:
     assert torch.equal(found.dense(), expected)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        causal_mask_function, bidirectional_mask_function, mu.sliding_window_causal_mask_function(3),
-        mu.chunked_causal_mask_function(3, torch.tensor([0, 2])),
-        and_masks(mu.sliding_window_bidirectional_overlay(2), bidirectional_mask_function),
-    ],
-    ids=["causal", "bidirectional", "window", "chunked", "bidirectional window"],
-)  # fmt: skip
+@pytest.mark.parametrize("function", [
+    causal_mask_function, bidirectional_mask_function, mu.sliding_window_causal_mask_function(3),
+    mu.chunked_causal_mask_function(3, torch.tensor([0, 2])),
+    and_masks(mu.sliding_window_bidirectional_overlay(2), bidirectional_mask_function),
+], ids=["causal", "bidirectional", "window", "chunked", "bidirectional window"])  # fmt: skip
 @pytest.mark.parametrize("padded", [False, True])
 def test_known_rules_never_become_a_dense_mask(function: MaskFunction, padded: bool) -> None:
     padding = torch.tensor([[True] * 6, [False, False, *[True] * 4]]) if padded else None

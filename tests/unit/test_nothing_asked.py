@@ -21,13 +21,10 @@ EVERY = [pytest.param(name, marks=interpreted) if name == "triton" else name for
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "native", None])
-@pytest.mark.parametrize(
-    ("batch", "heads", "q_len", "kv_len", "size_v"),
-    [
-        (0, 4, 5, 5, 16), (0, 4, 1, 7, 16), (2, 4, 0, 7, 16), (2, 4, 0, 0, 16), (2, 4, 5, 5, 0), (2, 0, 5, 5, 16),
-        (2, 0, 1, 7, 16), (2, 4, 5, 0, 16),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("batch", "heads", "q_len", "kv_len", "size_v"), [
+    (0, 4, 5, 5, 16), (0, 4, 1, 7, 16), (2, 4, 0, 7, 16), (2, 4, 0, 0, 16), (2, 4, 5, 5, 0), (2, 0, 5, 5, 16),
+    (2, 0, 1, 7, 16), (2, 4, 5, 0, 16),
+])  # fmt: skip
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_the_attention_function_answers_each_layer(
     backend: str | None, batch: int, heads: int, q_len: int, kv_len: int, size_v: int, chunk: int | None

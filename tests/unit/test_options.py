@@ -90,15 +90,12 @@ def test_an_option_that_a_command_does_not_have_is_refused() -> None:
         WANTED(hwo_many=5)
 
 
-@pytest.mark.parametrize(
-    ("typed", "says"),
-    [
-        (["--how-many", "few"], "Invalid value"), (["--how-many", "0"], "Invalid value"),
-        (["--no-loud"], "No such option"), (["--kind", "c"], "Invalid value"),
-        (["--how-often", "x"], "error: how_often is 'x', expected a number"),
-        (["--how-many", "13"], "error: how_many: got 13, expected another number"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("typed", "says"), [
+    (["--how-many", "few"], "Invalid value"), (["--how-many", "0"], "Invalid value"),
+    (["--no-loud"], "No such option"), (["--kind", "c"], "Invalid value"),
+    (["--how-often", "x"], "error: how_often is 'x', expected a number"),
+    (["--how-many", "13"], "error: how_many: got 13, expected another number"),
+])  # fmt: skip
 def test_mistakes_are_sentences_with_exit_code_2(typed: list[str], says: str, app: typer.Typer) -> None:
     done = CliRunner().invoke(app, ["wanted", "a", *typed])
     assert (done.exit_code, says in done.output) == (2, True), done.output

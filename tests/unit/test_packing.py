@@ -89,13 +89,10 @@ def test_positions_that_fall_back_are_borders(rows: list[list[int]], shared: boo
     assert torch.equal(with_restarts(structure, positions).visible(), structure.visible() & same)
 
 
-@pytest.mark.parametrize(
-    "positions",
-    [
-        [0, 1, 2, 20, 21, 22], [0, 2, 4, 6, 8, 10], [0, 0, 1, 1, 2, 2], [7, 7, 7, 7, 7, 7],
-        [0.0, 0.5, 1.0, 1.5, 2.0, 2.5],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("positions", [
+    [0, 1, 2, 20, 21, 22], [0, 2, 4, 6, 8, 10], [0, 0, 1, 1, 2, 2], [7, 7, 7, 7, 7, 7],
+    [0.0, 0.5, 1.0, 1.5, 2.0, 2.5],
+])  # fmt: skip
 def test_positions_that_never_fall_back_are_no_borders(positions: list[float]) -> None:
     structure = MaskStructure(1, 6, 6, causal=True)
     assert with_restarts(structure, torch.tensor([positions])) is structure

@@ -98,13 +98,10 @@ def test_who_computes_the_same_for_all_heads_refuses(name: str, changes: dict[st
     assert not any("per head" in reason for reason in plain)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"windows": (1,)}, "entries of windows"), ({"windows": (-1, 0, 0)}, "window -1"),
-        ({"precisions": ("fp8",) * KV}, "fp8"), ({"key_mean": torch.zeros(1, D)}, "key_mean"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"windows": (1,)}, "entries of windows"), ({"windows": (-1, 0, 0)}, "window -1"),
+    ({"precisions": ("fp8",) * KV}, "fp8"), ({"key_mean": torch.zeros(1, D)}, "key_mean"),
+])  # fmt: skip
 def test_rules_that_no_head_can_follow_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         rules(**changes)

@@ -74,14 +74,11 @@ def test_unknown_and_missing_keys_are_refused_at_every_depth(path: tuple[Any, ..
         Plan.from_dict(data)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"kind": "windows"}, {"precision": "fp8"}, {"kind": "window"}, {"window": 8}, {"kind": "blocks"},
-        {"rank": -1},
-        {"rank": True}, {"sinks": 4}, {"kind": "window", "window": 2.5},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("bad", [
+    {"kind": "windows"}, {"precision": "fp8"}, {"kind": "window"}, {"window": 8}, {"kind": "blocks"},
+    {"rank": -1},
+    {"rank": True}, {"sinks": 4}, {"kind": "window", "window": 2.5},
+])  # fmt: skip
 def test_choices_out_of_range_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(PlanError):
         make_choice(**bad)

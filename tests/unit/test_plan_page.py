@@ -191,14 +191,11 @@ def test_a_report_speaks_for_its_own_plan_alone(tmp_path: Path) -> None:
         adaattn("plan", "show", tmp_path, code=2, says="delete it, or calibrate again")
 
 
-@pytest.mark.parametrize(
-    ("nats", "middle", "upper", "asked"),
-    [
-        (7.08e-3, "+0.71 %", "+0.72 %", "+0.711 %"),  # a bound is never rounded down
-        (math.log1p(0.009), "+0.90 %", "+0.90 %", "+0.9 %"), (math.log1p(1e-3), "+0.10 %", "+0.10 %", "+0.1 %"),
-        (0.0, "+0 %", "+0 %", "+0 %"), (-3e-4, "-0.030 %", "-0.029 %", "-0.030 %"), (1e-7, *["+1.0e-5 %"] * 3),
-        (math.inf, *["without bound"] * 3), (math.nan, *["unknown"] * 3),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("nats", "middle", "upper", "asked"), [
+    (7.08e-3, "+0.71 %", "+0.72 %", "+0.711 %"),  # a bound is never rounded down
+    (math.log1p(0.009), "+0.90 %", "+0.90 %", "+0.9 %"), (math.log1p(1e-3), "+0.10 %", "+0.10 %", "+0.1 %"),
+    (0.0, "+0 %", "+0 %", "+0 %"), (-3e-4, "-0.030 %", "-0.029 %", "-0.030 %"), (1e-7, *["+1.0e-5 %"] * 3),
+    (math.inf, *["without bound"] * 3), (math.nan, *["unknown"] * 3),
+])  # fmt: skip
 def test_a_loss_is_written_in_percent_of_the_perplexity(nats: float, middle: str, upper: str, asked: str) -> None:
     assert (rise(nats), at_most(nats), allowed(nats)) == (middle, upper, asked)

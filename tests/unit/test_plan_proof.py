@@ -47,14 +47,10 @@ def test_shares_lie_between_0_and_1(name: str, value: float) -> None:
         verdict(**{name: value})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"delta_nll": 6e-4}, {"kl": -1.0}, {"kl_p999": -1e-9}, {"predicted_kl": -1.0}, {"tokens": 0}, {"tries": 0},
-        {"documents": 0}, {"upper": -1e300}, {"kl": math.nan}, {"kl": math.inf},
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"delta_nll": 6e-4}, {"kl": -1.0}, {"kl_p999": -1e-9}, {"predicted_kl": -1.0}, {"tokens": 0}, {"tries": 0},
+    {"documents": 0}, {"upper": -1e300}, {"kl": math.nan}, {"kl": math.inf},
+], ids=str)  # fmt: skip
 def test_a_verdict_that_no_measurement_gives_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=rf"verified: ({next(iter(changes))}|upper)"):
         verdict(**changes)

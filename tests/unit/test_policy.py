@@ -148,20 +148,17 @@ def test_price_lines_interpolate_and_round_trip() -> None:
             PriceTable.from_json(text)
 
 
-@pytest.mark.parametrize(
-    ("prices", "says"),
-    [
-        ({"prefill": {"64": {"exact": [-1.0, 2.0]}}}, "a constant of -1.0"),
-        ({"prefill": {"64": {"exact": [math.nan, 2.0]}}}, "a constant of nan"),
-        ({"prefill": {"64": {"exact": [0.0, 0.0]}}}, "one of them above"),
-        ({"prefill": {"64": {"exact": [1.0, math.inf]}}}, "a slope of inf"),
-        ({"prefill": {"64": {"exact": [1.0]}}}, "not a table of prices"),
-        ({"prefill": {"64": {"exact": None}}}, "not a table of prices"),
-        ({"prefill": {"64": {"exact": [10**400, 1.0]}}}, "not a table of prices"),
-        ({"prefill": {"0": {"exact": [1.0, 1.0]}}}, "one below 1 token"), ({"prefill": {"64": {}}}, "without prices"),
-        ({"prefill": []}, "not a table of prices"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prices", "says"), [
+    ({"prefill": {"64": {"exact": [-1.0, 2.0]}}}, "a constant of -1.0"),
+    ({"prefill": {"64": {"exact": [math.nan, 2.0]}}}, "a constant of nan"),
+    ({"prefill": {"64": {"exact": [0.0, 0.0]}}}, "one of them above"),
+    ({"prefill": {"64": {"exact": [1.0, math.inf]}}}, "a slope of inf"),
+    ({"prefill": {"64": {"exact": [1.0]}}}, "not a table of prices"),
+    ({"prefill": {"64": {"exact": None}}}, "not a table of prices"),
+    ({"prefill": {"64": {"exact": [10**400, 1.0]}}}, "not a table of prices"),
+    ({"prefill": {"0": {"exact": [1.0, 1.0]}}}, "one below 1 token"), ({"prefill": {"64": {}}}, "without prices"),
+    ({"prefill": []}, "not a table of prices"),
+])  # fmt: skip
 def test_a_table_of_what_are_no_prices_is_refused(prices: object, says: str) -> None:
     """The solver would take a negative price for a saving, and forbid exact attention where its price is no number."""
     with pytest.raises(ValueError, match=says):

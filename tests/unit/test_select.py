@@ -157,14 +157,11 @@ def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], fir
     assert select.order(kind_with(LOOKED, **ragged))[0] == first
 
 
-@pytest.mark.parametrize(
-    ("groups", "dim", "longest", "hopper", "first"),
-    [
-        (3, 64, 4096, True, "triton"), (3, 64, 4096, False, "fa3_fwd"), (7, 64, 4096, True, "fa3_fwd"),
-        (3, 128, 2048, True, "fa3_fwd"), (4, 128, 1024, True, "triton"), (4, 128, 1024, False, "fa3_fwd"),
-        (4, 64, 1024, True, "fa3_fwd"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("groups", "dim", "longest", "hopper", "first"), [
+    (3, 64, 4096, True, "triton"), (3, 64, 4096, False, "fa3_fwd"), (7, 64, 4096, True, "fa3_fwd"),
+    (3, 128, 2048, True, "fa3_fwd"), (4, 128, 1024, True, "triton"), (4, 128, 1024, False, "fa3_fwd"),
+    (4, 64, 1024, True, "fa3_fwd"),
+])  # fmt: skip
 def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_kernel_for_hopper(
     groups: int, dim: int, longest: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,13 +171,10 @@ def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_
     assert select.order(kind_with(LOOKED, device="cuda", **packed, **heads))[0] == first
 
 
-@pytest.mark.parametrize(
-    ("changes", "first"),
-    [
-        ({}, "sdpa"), ({"pairs": 1 << 26}, "fa4"), ({"head_dim": 128, "head_dim_v": 128}, "fa4"),
-        ({"dtype": torch.float32}, "fa4"), ({"more": SINKS}, "fa4"), ({"grad": 0}, "triton"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "first"), [
+    ({}, "sdpa"), ({"pairs": 1 << 26}, "fa4"), ({"head_dim": 128, "head_dim_v": 128}, "fa4"),
+    ({"dtype": torch.float32}, "fa4"), ({"more": SINKS}, "fa4"), ({"grad": 0}, "triton"),
+])  # fmt: skip
 def test_light_training_over_runs_is_one_call_of_torch_with_a_mask(changes: dict[str, Any], first: str) -> None:
     light: dict[str, Any] = {"device": "cuda", "shape": "ragged", "pairs": 1 << 25}
     half = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64}

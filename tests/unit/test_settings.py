@@ -16,21 +16,17 @@ from ..support.models import fresh_pair, tokens
 from ..support.plans import give, plan_for
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"preset": "fast"}, r"got 'fast' with a budget of 0.*whose budget is 0\.01.*configure\(model, 'fast'\)"),
-        ({"preset": "long_context", "monitor": True}, "got 'long_context' with a budget of 0"),
-        ({"preset": "nonsense"}, "preset: got 'nonsense', expected one of balanced, exact, fast, long_context"),
-        ({"preset": "fasd", "budget": 0.1}, "Did you mean 'fast'"),
-        ({"mismatch": "warn"}, "got 'warn' without adaattn.shadow.*set adaattn.shadow"),
-        ({"unverified": True}, r"expected no such setting: no file.*load_plan\(model, unverified=True\)"),
-        ({"unverified": False}, "expected no such setting"),
-        ("fast", r"got str, expected a mapping of settings; adaattn_hf.configure\(model, adaattn_hf.AdaAttnConfig"),
-        (AdaAttnConfig(), "got AdaAttnConfig, expected a mapping"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"preset": "fast"}, r"got 'fast' with a budget of 0.*whose budget is 0\.01.*configure\(model, 'fast'\)"),
+    ({"preset": "long_context", "monitor": True}, "got 'long_context' with a budget of 0"),
+    ({"preset": "nonsense"}, "preset: got 'nonsense', expected one of balanced, exact, fast, long_context"),
+    ({"preset": "fasd", "budget": 0.1}, "Did you mean 'fast'"),
+    ({"mismatch": "warn"}, "got 'warn' without adaattn.shadow.*set adaattn.shadow"),
+    ({"unverified": True}, r"expected no such setting: no file.*load_plan\(model, unverified=True\)"),
+    ({"unverified": False}, "expected no such setting"),
+    ("fast", r"got str, expected a mapping of settings; adaattn_hf.configure\(model, adaattn_hf.AdaAttnConfig"),
+    (AdaAttnConfig(), "got AdaAttnConfig, expected a mapping"),
+], ids=str)  # fmt: skip
 def test_a_setting_without_effect_says_so_when_the_model_runs(settings: Any, says: str) -> None:
     model = fresh_pair("llama").ours
     model.config.adaattn = settings
@@ -50,15 +46,11 @@ def test_presets_are_settings_and_rise_in_what_they_may_spend() -> None:
     assert 0.0 == exact.budget < balanced.budget < fast.budget
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"monitor": True}, "monitor is to watch a plan, but the model carries no plan"),
-        ({"budget": 0.01}, r"config\.adaattn may spend a budget of 1 %, but the model carries no plan"),
-        ({"tensors": "xx"}, "tensors belong to a plan, but the model carries no plan"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"monitor": True}, "monitor is to watch a plan, but the model carries no plan"),
+    ({"budget": 0.01}, r"config\.adaattn may spend a budget of 1 %, but the model carries no plan"),
+    ({"tensors": "xx"}, "tensors belong to a plan, but the model carries no plan"),
+], ids=str)  # fmt: skip
 def test_what_only_a_plan_can_use_is_said_once(settings: Any, says: str) -> None:
     model = fresh_pair("llama").ours
     model.config.adaattn = settings

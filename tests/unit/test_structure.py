@@ -111,18 +111,15 @@ def test_each_tensor_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch)
     assert len(Elsewhere.copied) == len(there)
 
 
-@pytest.mark.parametrize(
-    ("structure", "kind"),
-    [
-        (MaskStructure(1, 4, 4), "full"), (MaskStructure(1, 4, 4, causal=True), "causal"),
-        (MaskStructure(1, 2, 4, causal=True, q_offset=2), "suffix"),
-        (MaskStructure(1, 4, 4, causal=True, window=2), "window"),
-        (MaskStructure(1, 4, 4, causal=True, window=4), "causal"),
-        (MaskStructure(1, 4, 4, window=3, sinks=1), "window"),
-        (MaskStructure(1, 4, 4, causal=True, q_offset=torch.tensor(0)), "ragged"),
-        (MaskStructure(1, 4, 4, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "irregular"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("structure", "kind"), [
+    (MaskStructure(1, 4, 4), "full"), (MaskStructure(1, 4, 4, causal=True), "causal"),
+    (MaskStructure(1, 2, 4, causal=True, q_offset=2), "suffix"),
+    (MaskStructure(1, 4, 4, causal=True, window=2), "window"),
+    (MaskStructure(1, 4, 4, causal=True, window=4), "causal"),
+    (MaskStructure(1, 4, 4, window=3, sinks=1), "window"),
+    (MaskStructure(1, 4, 4, causal=True, q_offset=torch.tensor(0)), "ragged"),
+    (MaskStructure(1, 4, 4, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "irregular"),
+])  # fmt: skip
 def test_kind(structure: MaskStructure, kind: str) -> None:
     assert structure.kind == kind
     padded = MaskStructure(2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool))

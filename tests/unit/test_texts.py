@@ -21,18 +21,15 @@ def evaluated(path: Path) -> list[str]:
     return [document.text for document in corpora.load(str(path)).documents]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("marked.txt", "\ufeffone\ntwo\n", ["one\ntwo\n"]), ("windows.txt", "one\r\ntwo\r\n", ["one\ntwo\n"]),
-        ("LOUD.TXT", "one", ["one"]), ("noted", "one", ["one"]),
-        ("line.txt", "word " * CHARS, ["word " * CHARS]),
-        ("marked.jsonl", '\ufeff{"text": "one"}\r\n{"text": "two"}\r\n', ["one", "two"]),
-        ("gaps.jsonl", '\n{"text": "one"}\n\n  \n{"text": "two"}', ["one", "two"]),
-        ("web.jsonl", '{"text": "one\u2028two\x85three"}\n', ["one\u2028two\x85three"]),
-        ("LOUD.JSONL", '{"text": "one"}\n', ["one"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "expected"), [
+    ("marked.txt", "\ufeffone\ntwo\n", ["one\ntwo\n"]), ("windows.txt", "one\r\ntwo\r\n", ["one\ntwo\n"]),
+    ("LOUD.TXT", "one", ["one"]), ("noted", "one", ["one"]),
+    ("line.txt", "word " * CHARS, ["word " * CHARS]),
+    ("marked.jsonl", '\ufeff{"text": "one"}\r\n{"text": "two"}\r\n', ["one", "two"]),
+    ("gaps.jsonl", '\n{"text": "one"}\n\n  \n{"text": "two"}', ["one", "two"]),
+    ("web.jsonl", '{"text": "one\u2028two\x85three"}\n', ["one\u2028two\x85three"]),
+    ("LOUD.JSONL", '{"text": "one"}\n', ["one"]),
+])  # fmt: skip
 def test_a_file_is_read_alike(tmp_path: Path, name: str, content: str, expected: list[str]) -> None:
     path = tmp_path / name
     path.write_bytes(content.encode("utf-8"))
@@ -102,14 +99,10 @@ def test_a_page_of_wikitext_that_is_null_is_named(tmp_path: Path) -> None:
         corpora.load(f"wikitext:{path}")
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('{"text": ', "is not JSON"), ("[" * 200_000, "is not JSON"), (f'{{"n": {"1" * 5000}}}', "is not JSON"),
-        (r'{"text": "a \ud83d b"}', "holds half of a character"),
-    ],
-    ids=["cut", "deep", "long", "half"],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "says"), [
+    ('{"text": ', "is not JSON"), ("[" * 200_000, "is not JSON"), (f'{{"n": {"1" * 5000}}}', "is not JSON"),
+    (r'{"text": "a \ud83d b"}', "holds half of a character"),
+], ids=["cut", "deep", "long", "half"])  # fmt: skip
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"text": "\\ud83d\\ude00"}}\n{line}\n')

@@ -21,17 +21,14 @@ PLAN = {"bits": HEAD_WINDOWS | PER_HEAD, "shape": "causal"}
 
 @needs_tracing
 @pytest.mark.parametrize("sm", [80, 90, 120])
-@pytest.mark.parametrize(
-    ("changes", "taken"),
-    [
-        ({}, "sdpa"), ({"bits": GRAD}, "sdpa"), ({"bits": GRAD, "shape": "causal"}, "sdpa"),
-        ({"bits": GRAD | WINDOW, "dtype": torch.float16}, "sdpa"),
-        ({"bits": WINDOW, "shape": "window"}, "sdpa"), ({"shape": "causal"}, "sdpa"),
-        ({"bits": ONE_QUERY, "shape": "ragged", "pairs": 1 << 20}, "triton"), (PLAN, None),
-        (PLAN | {"bits": HEAD_WINDOWS | PER_HEAD | GRAD}, None),
-        (PLAN | {"bits": HEAD_WINDOWS | PER_HEAD | ONE_QUERY}, "triton"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "taken"), [
+    ({}, "sdpa"), ({"bits": GRAD}, "sdpa"), ({"bits": GRAD, "shape": "causal"}, "sdpa"),
+    ({"bits": GRAD | WINDOW, "dtype": torch.float16}, "sdpa"),
+    ({"bits": WINDOW, "shape": "window"}, "sdpa"), ({"shape": "causal"}, "sdpa"),
+    ({"bits": ONE_QUERY, "shape": "ragged", "pairs": 1 << 20}, "triton"), (PLAN, None),
+    (PLAN | {"bits": HEAD_WINDOWS | PER_HEAD | GRAD}, None),
+    (PLAN | {"bits": HEAD_WINDOWS | PER_HEAD | ONE_QUERY}, "triton"),
+])  # fmt: skip
 def test_a_graph_is_whole(sm: int, changes: dict[str, Any], taken: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability_module, "_sm_while_tracing", torch.compiler.assume_constant_result(lambda index: sm))
     asked = CALL | changes

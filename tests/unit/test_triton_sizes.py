@@ -59,30 +59,24 @@ CODES: dict[str, Any] = STEP | {"features": ONE_QUERY | STORED}
 
 
 @pytest.mark.parametrize("sm", SERVED)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"features": GRAD | LOOKED, "shape": "ragged"},
-        {"features": GRAD, "head_dim": 256, "head_dim_v": 256}, STEP | {"dtype": torch.float32, "groups": 8},
-        CODES | {"groups": 8},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {}, {"features": GRAD | LOOKED, "shape": "ragged"},
+    {"features": GRAD, "head_dim": 256, "head_dim_v": 256}, STEP | {"dtype": torch.float32, "groups": 8},
+    CODES | {"groups": 8},
+])  # fmt: skip
 def test_devices_since_ampere_are_served(
     monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], changes: dict[str, Any]
 ) -> None:
     assert refused(monkeypatch, sm, **changes) == ()
 
 
-@pytest.mark.parametrize(
-    ("sm", "changes", "kernel"),
-    [
-        ((13, 0), {}, "'forward' for heads of 128 channels in torch.bfloat16"),
-        ((13, 0), {"features": GRAD}, "'of_queries'"),
-        ((8, 6), STEP | {"dtype": torch.float32, "groups": 71},
-         "'decode' for heads of 256 channels in torch.float32, 71 of which share keys,"),
-        ((8, 6), CODES | {"value_dtype": torch.uint8, "groups": 64}, "'decode_codes 4'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("sm", "changes", "kernel"), [
+    ((13, 0), {}, "'forward' for heads of 128 channels in torch.bfloat16"),
+    ((13, 0), {"features": GRAD}, "'of_queries'"),
+    ((8, 6), STEP | {"dtype": torch.float32, "groups": 71},
+     "'decode' for heads of 256 channels in torch.float32, 71 of which share keys,"),
+    ((8, 6), CODES | {"value_dtype": torch.uint8, "groups": 64}, "'decode_codes 4'"),
+])  # fmt: skip
 def test_what_no_tile_fits_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, sm: tuple[int, int], changes: dict[str, Any], kernel: str
 ) -> None:
