@@ -253,6 +253,7 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
         raise RuntimeError(
             "the plan that this graph was compiled with is gone; compile the model again after a plan is loaded"
         )
+    # a copy that was compiled before it computed once has none
     if (owner := bound_layer.owner and bound_layer.owner()) is not None:
         owner.check_graph(bound_layer)  # no hook of the model is called in a graph
     call = AttentionCall(query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias)

@@ -7,7 +7,6 @@ codes hands on what stands for them (`StoredTensor`), but for a prompt, which is
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,9 +55,11 @@ class CachedLayer(DynamicLayer):
         """Make room for tokens shaped like these. ValueError if values have too few channels for the format."""
         check_channels(self.stored, value_states.shape[3])
         self.device, self.dtype, self.is_initialized = key_states.device, key_states.dtype, True
-        # a window's worth, as more is not kept; under autograd tokens are concatenated, into no room
-        tokens = min(key_states.shape[2], (self.sliding_window or sys.maxsize) - 1)
-        tokens = 0 if self.format.is_numbers and torch.is_grad_enabled() else tokens
+        tokens, numbers = key_states.shape[2], self.format.is_numbers
+        if self.sliding_window is not None and numbers and not self.record_past:
+            tokens = min(tokens, self.sliding_window - 1)  # more of a prompt is not stored
+        if numbers and torch.is_grad_enabled():
+            tokens = 0  # they are concatenated, into no room
         self.store = self.format.store(key_states, value_states, self.room, tokens)
 
     # ---------------- what is held

@@ -69,6 +69,7 @@ class BoundPlan:
         carried: The plan's tensors, as the model's settings carry them.
         trunk: The model without its head, by a weak reference.
         threads: Those in which a pass of the model is open that was compared at its start.
+        in_graph: The thread and number of the layer that a compiled graph asked for last.
         monitor, session: What watches the model, and the settings that asked for it, None for a block.
         snapshot: The model as it was checked.
     """
@@ -84,6 +85,7 @@ class BoundPlan:
     carried: dict[str, Any] = field(default_factory=dict, init=False)
     trunk: Callable[[], nn.Module | None] = field(default=type(None), init=False)
     threads: set[int] = field(default_factory=set, init=False)
+    in_graph: tuple[int, int] = field(default=(0, 0), init=False)
     monitor: Any = field(default=None, init=False)
     session: Any = field(default=None, init=False)
     snapshot: Snapshot | None = field(default=None, init=False)
@@ -180,9 +182,12 @@ class BoundPlan:
             refuse_autocast(self.plan, snapshot.tensors[0].device.type)
 
     def check_graph(self, bound_layer: BoundLayer) -> None:
-        """Called by each planned layer of a compiled graph; the first one does what the door does elsewhere."""
-        trunk, first = self.trunk(), next(filter(None, self.layers.values()), bound_layer)
-        if trunk is not None and first.plan.layer == bound_layer.plan.layer and get_ident() not in self.threads:
+        """Called by planned layers of a compiled graph; the first one of a pass does what the door does elsewhere."""
+        (thread, layer), trunk = self.in_graph, self.trunk()
+        self.in_graph = get_ident(), bound_layer.plan.layer
+        # layers come in their order: one that does not lie behind the last begins another pass
+        begins = thread != get_ident() or bound_layer.plan.layer <= layer
+        if trunk is not None and begins and get_ident() not in self.threads:
             self.check_pass(trunk)
 
     # ------------------------------------------------------------------ once, and where something has changed

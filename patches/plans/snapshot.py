@@ -136,6 +136,10 @@ class Snapshot:
         )
 
 
+_PLACE = re.compile(r"\D*\d+(?=\.)")
+"""The place of a layer in its model: all up to the first number."""
+
+
 def _read_by_attention(part: Part) -> bool:
     """Whether a module's settings are attention's own, or those of rotary embeddings."""
     module = part.module
@@ -148,14 +152,24 @@ def facts_of(trunk: nn.Module) -> dict[str, Any]:
     A layer is named by its own number: the second stage of a pipeline holds layer 7, say, as its first.
     """
     facts: dict[str, Any] = {}
-    for part in filter(_read_by_attention, parts(trunk)):
-        number = getattr(part.module, "layer_idx", None)
-        prefix = part.prefix if number is None else re.sub(r"\d+", str(number), part.prefix, count=1)
+    inside, numbers = [*parts(trunk)], {}
+    for part in inside:
+        place, number = _PLACE.match(part.prefix), getattr(part.module, "layer_idx", None)
+        if place is not None and number is not None:
+            numbers[place[0]] = str(number)
+
+    def named(prefix: str) -> str:
+        place = _PLACE.match(prefix)
+        number = None if place is None else numbers.get(place[0])
+        return prefix if number is None else re.sub(r"\d+", number, prefix, count=1)
+
+    for part in filter(_read_by_attention, inside):
+        prefix = named(part.prefix)
         facts |= {prefix + name: value for name, value in computes_by(part.module).items()}
         for name in part.steady.keys() - part.buffers.keys():
             facts[f"{prefix}{name} {[*part.steady[name].shape]}"] = tensor_hash(part.steady[name])[:16]
-    for part in parts(trunk):  # no weight tells an activation from another one
+    for part in inside:  # no weight tells an activation from another one
         module = part.module
         if not (module._parameters or module._buffers or module._modules):
-            facts[part.prefix.rstrip(".")] = "Identity" if isinstance(module, nn.Dropout) else type(module).__name__
+            facts[named(part.prefix).rstrip(".")] = "Identity()" if isinstance(module, nn.Dropout) else repr(module)
     return facts

@@ -84,8 +84,10 @@ def _shown_by_a_batch(unpadding: Unpadding) -> list[str]:
     # tensors for offloaded weights are sent where they belong by accelerate's hooks
     device = "cpu" if embeddings.weight.is_meta else embeddings.weight.device
     ids = torch.linspace(0, embeddings.num_embeddings - 1, 23, dtype=torch.float32, device="cpu").long()
-    pad = getattr(unpadding.config, "pad_token_id", None)
-    ids = ids[ids != (-1 if pad is None else pad)].repeat(22)[:21].view(3, 7).to(device)
+    for name in ("pad_token_id", "mask_token_id"):  # with tokens that a family counts, rows keep their padding
+        token = getattr(unpadding.config, name, None)
+        ids = ids[ids != (-1 if token is None else token)]
+    ids = ids.repeat(22)[:21].view(3, 7).to(device)
     last = [1] * 5 + [0] * 2 if unpadding.pools == "first" else [0] * 2 + [1] * 5
     mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, last], dtype=torch.int64, device=device)
     # all tokens of the base model, whatever its head reads, and packed, however few they are

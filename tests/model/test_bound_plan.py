@@ -92,10 +92,18 @@ def test_a_copy_of_a_trained_model_is_trained_with_checkpoints() -> None:
 
 
 def test_a_stage_of_a_pipeline_runs_its_layers_and_a_model_that_lost_some_does_not() -> None:
-    model, rest = planned(), planned()
+    model, rest, last = planned(), planned(), fresh_pair("llama", num_hidden_layers=3).ours
+    last.model.layers[0].mlp.act_fn = nn.LeakyReLU(0.1)
+    give(last, WINDOW)
+    last.model.layers[0].mlp.act_fn = nn.LeakyReLU(0.9)
+    with pytest.raises(PlanError, match=r"layers.0.mlp.act_fn.*slope=0.1\).*slope=0.9\)"):
+        logits(last)
     model.model.layers = model.model.layers[:2]
     model.model.norm = nn.Identity()
     assert torch.isfinite(logits(model)).all()
+    last.model.layers, last.model.embed_tokens = last.model.layers[1:], None  # the first now has another activation
+    with torch.no_grad():
+        assert torch.isfinite(last(inputs_embeds=torch.randn(1, 5, last.config.hidden_size)).logits).all()
     rest.model.layers = rest.model.layers[:2]
     with pytest.raises(PlanError, match="layers moved"):
         logits(rest)

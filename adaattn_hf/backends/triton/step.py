@@ -221,7 +221,7 @@ _buffers: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 def _scratch(floats: int, counters: int, device: torch.device, of_graph: bool) -> tuple[Tensor, Tensor]:
     """Room for shares and counters of those that are done, which a step leaves at zero.
 
-    Steps of a stream follow one another and share theirs. A graph has its `own`: it may be replayed at the same time.
+    Steps of a stream follow one another and share theirs. A graph has its own: it may be replayed at the same time.
     """
     stream, part, done = 0, None, None
     if not of_graph:
