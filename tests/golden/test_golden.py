@@ -30,8 +30,11 @@ LEFT_OUT = {
     "differing", "stored_verdict",
 }  # fmt: skip
 """What differs from run to run, from version to version or from directory to directory."""
-CLOSE, LEAST = 1e-2, 5e-4
-"""How far numbers of another machine may be, as a share and in nats: plans round to bfloat16, and six words are few."""
+CLOSE, LEAST = 5e-2, 3e-3
+"""How far numbers of another machine may be, as a share and in nats: plans round to bfloat16, and six words are few.
+
+On a processor that multiplies no bfloat16 a mean of 96 tokens was 4 % apart, and a bound on six words 1.4e-3 nats.
+"""
 SIZE = "--sequences 2 --joint 2 --rows 16 --labels 1 --held-out 8"
 CALIBRATIONS = {
     "gpt2": ["--lengths", "160,320", "--budget", "3%"],
