@@ -67,7 +67,7 @@ ROWS = {
     "gpu": (
         Row("gpu encoder large 256", ENCODERS, "BERT-large, 256 unsorted texts"),
         Row("gpu encoder base 32", ENCODERS),
-        Row("gpu reranker 256", ENCODERS, "reranker, 256 unsorted pairs"),
+        Row("gpu reranker 256", ENCODERS),
         Row("gpu prompt 8 x 4k left-padded", PROMPTS, "Left-padded prompts of 4k, 1.5B"),
         Row("gpu prompt 16k", PROMPTS),
         Row("gpu prompt 2k", PROMPTS),
