@@ -202,7 +202,6 @@ def _with_keywords(
         check_paged(module, kwargs)
     if (cu_q := kwargs.get("cu_seq_lens_q")) is not None:
         cu_k = kwargs.get("cu_seq_lens_k")
-        cu_k = cu_q if cu_k is None else cu_k
         if isinstance(mask, StructuredMask):
             if mask.fixed_chunks:
                 raise ValueError(
@@ -211,11 +210,12 @@ def _with_keywords(
                     "and not from each document's; leave the attention_mask out and pass position_ids, or run the "
                     "model without torch.compile"
                 )
-            lengths = id(cu_q), id(cu_k)
-            if lengths not in mask.packed:
+            packed = mask.packed_by(cu_q, cu_k)
+            if packed is None:
+                packed = with_documents(structure, cu_q, cu_k, mask.cut)
                 # the tensors are kept so that their identities stay theirs
-                mask.packed[lengths] = cu_q, cu_k, with_documents(structure, cu_q, cu_k, mask.cut)
-            structure = mask.packed[lengths][2]
+                mask.packed[id(cu_q), id(cu_k)] = cu_q, cu_k, packed
+            structure = packed
         else:
             if isinstance(mask, Tensor) and mask.ndim == 4:
                 check_square(structure)

@@ -23,10 +23,10 @@ from adaattn_hf.backends.select import kernel_of
 from adaattn_hf.config import settings_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
-from ..plans.slots import BLOCKS, LAYER, instead
+from ..plans.slots import BLOCKS, LAYER, instead, layer_of
 from .extended import attend_extended as attend_extended
 from .extended import collecting
-from .keywords import ALLOWED_KEYWORDS, PACKED_KEYWORDS
+from .keywords import ALLOWED_KEYWORDS, DOCUMENTS
 
 if TYPE_CHECKING:
     from adaattn_hf.plans.bound_layer import BoundLayer
@@ -135,9 +135,9 @@ def attend_ordinary(
     """
     fields, query, key, value = module.__dict__, call.query, call.key, call.value
     q_shape, k_shape = query.shape, key.shape  # each is made anew when it is asked for
-    documents = None if ALLOWED_KEYWORDS.issuperset(kwargs) else kwargs.get("cu_seq_lens_q")
+    packed = not ALLOWED_KEYWORDS.issuperset(kwargs)
     if (
-        not (PACKED_KEYWORDS if documents is not None else ALLOWED_KEYWORDS).issuperset(kwargs)
+        (packed and not kwargs.keys() - ALLOWED_KEYWORDS <= DOCUMENTS)
         or listeners()
         or any_autocast()
         or fields.get("reorder_and_upcast_attn")
@@ -149,11 +149,9 @@ def attend_ordinary(
         return None
     if type(attention_mask) is StructuredMask:
         structure: MaskStructure | None = attention_mask.structure
-        if documents is not None:  # with borders that an earlier layer of the pass has read, by the long way
-            keys = kwargs.get("cu_seq_lens_k")
-            read = attention_mask.packed.get((id(documents), id(documents if keys is None else keys)))
-            structure = None if read is None else read[2]
-    elif attention_mask is None and documents is None:
+        if packed:  # with borders that an earlier layer of the pass has read, by the long way
+            structure = attention_mask.packed_by(kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
+    elif attention_mask is None and not packed:
         structure = recall(maskless(module, q_shape, k_shape, is_causal))
     else:
         structure = None
@@ -171,10 +169,8 @@ def attend_ordinary(
             return None  # also where it is said that a plan is not bound
         backend = settings.backend if backend is None else backend
     call.structure = structure
-    blocks = instead()
-    bound_layer: BoundLayer | None = fields.get(LAYER)
-    if blocks is not None:
-        bound_layer = blocks.get(module, bound_layer)
+    # as `layer_of` does, without a call where no block is open
+    bound_layer: BoundLayer | None = fields.get(LAYER) if instead() is None else layer_of(module)
     if bound_layer is not None:
         bound = None if module.training or bound_layer.owner is None else bound_layer.owner()
         if bound is None or get_ident() not in bound.threads:

@@ -26,17 +26,17 @@ IGNORED_KEYWORDS = frozenset(_HARMLESS.split())
 of batches, sizes that only other kernels need, and (from `ignore_index` on) options of Transformers' losses. Any other
 keyword that is neither supported nor allowed is refused."""
 
+DOCUMENTS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k"))
+"""Keywords that tell the borders of packed documents."""
 PAGED = ("block_table", "cache", "read_index")
 """Keywords of continuous batching, whose keys and values lie in a paged cache; `batching` serves such calls."""
 MEANINGFUL_KEYWORDS = frozenset((
-    *PAGED, "cu_seq_lens_q", "cu_seq_lens_k", "indices", "block_indices", "output_attentions", "position_ids"
+    *PAGED, *DOCUMENTS, "indices", "block_indices", "output_attentions", "position_ids"
 ))  # fmt: skip
 """Keywords that may change what is computed; `position_ids` do so in some model families only."""
 KNOWN_KEYWORDS = IGNORED_KEYWORDS | MEANINGFUL_KEYWORDS
 ALLOWED_KEYWORDS = {*IGNORED_KEYWORDS, "position_ids"}
 """Keywords that change no ordinary call, and those that a user allowed; `position_ids` do where the mask says so."""
-PACKED_KEYWORDS = {*ALLOWED_KEYWORDS, "cu_seq_lens_q", "cu_seq_lens_k"}
-"""The same, and those that tell borders of documents."""
 
 
 def allow_keywords(*names: str) -> None:
@@ -57,5 +57,4 @@ def allow_keywords(*names: str) -> None:
                 f"names: got {name!r:.80}, expected keywords that attention may ignore, each a string; give the names "
                 "of parameters of your loss function"
             )
-    for allowed in (ALLOWED_KEYWORDS, PACKED_KEYWORDS):
-        allowed.update(names)
+    ALLOWED_KEYWORDS.update(names)

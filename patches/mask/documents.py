@@ -13,15 +13,16 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.attention.tracing import holds_no_memory, tracing
 
 
-def with_documents(structure: MaskStructure, cu_q: Tensor, cu_k: Tensor, cut: int = 0) -> MaskStructure:
+def with_documents(structure: MaskStructure, cu_q: Tensor, cu_k: Tensor | None, cut: int = 0) -> MaskStructure:
     """Returns the structure with document borders: no query sees another document, whatever the mask says.
 
     Tokens of a cache belong to all documents if the lengths of queries and keys are equal, else to the first one, whose
     keys are then so many more. Lengths are cumulative, `[documents + 1]`; tokens behind the last are a document of
-    their own. A ValueError for several batch rows, or lengths that fall, pass the tokens or do not fit; they are
-    checked on the CPU alone: a GPU would have to be waited for. `cut` first tokens that `cu_q` counts have no queries
-    in this layer.
+    their own. Without `cu_k` keys have the lengths of queries. A ValueError for several batch rows, or lengths that
+    fall, pass the tokens or do not fit; they are checked on the CPU alone: a GPU would have to be waited for. `cut`
+    first tokens that `cu_q` counts have no queries in this layer.
     """
+    cu_k = cu_q if cu_k is None else cu_k
     if structure.batch != 1:
         raise ValueError(
             f"cu_seq_lens_q: packed documents lie in one batch row, got a batch of {structure.batch}; "

@@ -116,7 +116,7 @@ def adaattn_mask(
 
         cu_q, cu_k, positions = map(caller.get, ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
         if cu_q is not None:
-            structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
+            structure = with_documents(structure, cu_q, cu_k)
         elif alone and positions is not None:
             structure = with_restarts(structure, positions)
     structure = _for_graphs(structure, mask_device, padding, config)

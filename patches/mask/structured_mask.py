@@ -39,7 +39,12 @@ class StructuredMask:
         """
         self.structure, self.device = structure, device
         self.fixed_chunks, self.cut = fixed_chunks, cut
-        self.packed: dict[tuple[int, int], tuple[Tensor, Tensor, MaskStructure]] = {}
+        self.packed: dict[tuple[int, int], tuple[Tensor, Tensor | None, MaskStructure]] = {}
+
+    def packed_by(self, cu_q: Tensor | None, cu_k: Tensor | None) -> MaskStructure | None:
+        """The structure with the document borders of these very tensors, if a layer of the pass has read them."""
+        read = self.packed.get((id(cu_q), id(cu_k)))
+        return None if read is None else read[2]
 
     @property
     def shape(self) -> torch.Size:

@@ -31,7 +31,7 @@ from .configured import refuse_other_configuration, refuse_other_settings
 from .hashes import base_of
 from .layers import attention_modules, running_model
 from .parts import parts
-from .slots import LAYER, PLAN, instead
+from .slots import LAYER, PLAN, instead, layer_of
 from .snapshot import Snapshot, facts_of, listen
 
 logger = logging.getLogger("adaattn_hf")
@@ -265,9 +265,8 @@ def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
 # ---------------------------------------------------------------------- what others ask
 def checked_layer(module: nn.Module) -> BoundLayer | None:
     """Returns what `layer_of` does, compared with what was checked if the pass of its model was not (PlanError)."""
-    blocks = instead() or {}
-    bound_layer: BoundLayer | None = blocks.get(module, module.__dict__.get(LAYER))
-    if module.training and module in blocks:
+    bound_layer = layer_of(module)
+    if module.training and module in (instead() or ()):
         # a checkpointed layer is computed again in the backward pass, in another thread or after the block
         raise PlanError(
             "use_plan: the model is in training mode, whose passes may be repeated behind the block; call "
