@@ -14,7 +14,7 @@ from adaattn_hf.attention.stored import BITS, CHANNELS, FULL, StoredKV, directio
 from adaattn_hf.backends.native import storing as native
 from adaattn_hf.backends.order import TRITON
 
-from .store import Room, Store
+from .store import Room, Store, empty
 
 SMOOTHED = 16
 """Tokens after which the mean of a sequence's keys is computed and subtracted before quantisation."""
@@ -40,12 +40,12 @@ class Format:
         """An empty store for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`, with room for so many."""
         sizes, dtypes = widths(keys.shape[3], values.shape[3]), {"k": keys.dtype, "v": values.dtype}
         size = room.reserve if tokens <= room.reserve else room.size(tokens)
-        extents, rooms = (*keys.shape[:2], size), {}
-        # what is made in inference mode could not be written to outside of it
-        with torch.inference_mode(False):
-            for name, (dtype, extent) in self.parts.items():
-                channels = [sizes[letter] for letter in extent]
-                rooms[name] = torch.empty((*extents, *channels), dtype=dtype or dtypes[extent], device=keys.device)
+        rooms = {
+            name: empty(
+                (*keys.shape[:2], size, *(sizes[letter] for letter in extent)), dtype or dtypes[extent], keys.device
+            )
+            for name, (dtype, extent) in self.parts.items()
+        }
         return Store(rooms, room)
 
     def restored(self, held: Mapping[str, Tensor], room: Room) -> Store:

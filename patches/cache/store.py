@@ -8,7 +8,7 @@ room. Only when the room is used up is the past copied, into `growth` times the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -64,6 +64,12 @@ class Room(NamedTuple):
                 f"max_cache_len: got {self.limit}, expected at least {length}, the tokens to be kept; "
                 "make the cache longer, or leave max_cache_len out and it grows"
             )
+
+
+def empty(extents: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Memory for tokens; what is made in inference mode could not be written to outside of it."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        return torch.empty(extents, dtype=dtype, device=device)
 
 
 class Store:
@@ -163,9 +169,7 @@ class Store:
         for view in views:
             length = view.shape[2]
             extents = (*view.shape[:2], max(size, length), *view.shape[3:])
-            # what is made in inference mode could not be written to outside of it
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                room = torch.empty(extents, dtype=view.dtype, device=view.device if device is None else device)
+            room = empty(extents, view.dtype, view.device if device is None else device)
             # to the host it waits: what arrives in a strided room goes through one that the host itself copies from
             room[:, :, :length].copy_(view, non_blocking=room.device.type != "cpu")
             moved.append(room)
