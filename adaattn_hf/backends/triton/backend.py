@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,11 +116,11 @@ class TritonBackend(Backend):
         if kind.needs_grad:
             from .backward import attend_with_gradients
 
-            return lambda call: attend_with_gradients(call, kind)
+            return partial(attend_with_gradients, kind=kind)
         if not kind.decode:
             from .forward import attend_forward
 
-            return lambda call: attend_forward(call, kind)
+            return partial(attend_forward, kind=kind)
         from ...attention.stored import BITS
         from .step import attend_step, constants_of
 
