@@ -83,7 +83,8 @@ class Served:
         """Raises RuntimeError where the engine fails, or serves requests one after another."""
         if self.manager is None:
             self.manager = self.start()
-            _ = self.answers(2), self.answers(2)  # after one token, or one reading, 5.17 has not kept all pages
+            for _ in range(2):  # after one token, or one reading, Transformers 5.17 has not kept all pages
+                self.answers(2)
             torch.cuda.empty_cache()
         found = self.answers(NEW)
         read, end = max(one.timestamps[0] for one in found), max(one.timestamps[-1] for one in found)
@@ -108,8 +109,7 @@ def requests(
     Where prompts are longer than the stated plan's window of `captured`, an arm runs by it.
     """
     model = language(device, sizes, directory) if ON_CUDA else shaped(TINY, device, torch.float32)
-    arms: dict[str, Arm | str] = {"eager": BIG, "flex_attention": "the engine has no such attention"}
-    arms |= absent or {}
+    arms: dict[str, Arm | str] = {"eager": BIG, "flex_attention": "the engine has no such attention", **(absent or {})}
     said: dict[str, Any] = {"timed": "whole model", "dtype": "bfloat16"}
     said |= {"prompt or step": "step, after the last prompt is read", "engine": "standing manager, prompts kept"}
     ending = contextlib.ExitStack()
