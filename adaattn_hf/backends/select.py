@@ -7,6 +7,7 @@ raises with its refusals.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import torch
 
@@ -116,8 +117,9 @@ def _looked_up(call: AttentionCall, backend: str | None) -> Kernel | None:
     kind, rules = call.checked_kind(backend is not None), call.per_head
     kernels: Kernels = launches if rules is None else rules.kernels
     key, traced = (kind, backend), kind.features & (COMPILING | SYMBOLIC)
-    if not traced and key in kernels:
-        return kernels.get(key)
+    if not traced:
+        with suppress(KeyError):  # in one look: between two of them another thread may take the kernel out
+            return kernels[key]
     serves, passed = find(kind, backend)
     kernel = None
     if serves is not None:

@@ -107,8 +107,11 @@ def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[st
 
     PlanError: they are nowhere, or others than the plan names.
     """
-    remembered = _tensors.get(name)
-    tensors = keep_held(name, source or "", raw) if remembered is None else _use(name, remembered)
+    with _lock:  # whoever moves them to the end takes them out first
+        remembered = _tensors.get(name)
+        tensors = None if remembered is None else _use(name, remembered)
+    if tensors is None:
+        tensors = keep_held(name, source or "", raw)
     if tensors is None:
         raise PlanError(
             f"the plan needs {TENSORS_FILE}, which is not in {source!r}; copy it beside the weights, or call "

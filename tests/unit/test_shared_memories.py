@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
 import torch
 
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.plans import store
 
@@ -44,6 +46,47 @@ def test_more_kinds_than_are_remembered() -> None:
 
     at_once(work)
     assert len(select.launches) <= select.MAX_KINDS + 8
+
+
+class Emptied(dict[Any, Any]):
+    """A memory that another thread empties after each look whether something is there."""
+
+    def __contains__(self, key: object) -> bool:
+        there = super().__contains__(key)
+        self.clear()
+        return there
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return default  # nothing was there yet
+
+
+def test_a_kernel_that_others_push_out_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 1, 2, 8)
+    call = AttentionCall(x, x, x, MaskStructure(1, 2, 2), 1.0)
+    monkeypatch.setattr(select, "launches", Emptied({(call.checked_kind(), None): KERNEL}))
+    assert select.kernel_of(call) is KERNEL
+
+
+class Watched(dict[str, Any]):
+    """A memory that another thread reads when something is taken out for the first time."""
+
+    read: Future[Any] | None = None
+
+    def pop(self, name: str, *default: Any) -> Any:
+        value = super().pop(name, *default)
+        if self.read is None:
+            self.read = ThreadPoolExecutor(1).submit(store.tensors_of, name)
+            wait([self.read], timeout=0.2)  # a reader that must not look now waits for as long
+        return value
+
+
+def test_tensors_that_move_to_the_end_are_there_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = store.remember_tensors({"layers.0.key_mean": torch.ones(1)})
+    watched = Watched(store._tensors)
+    monkeypatch.setattr(store, "_tensors", watched)
+    assert store.tensors_of(name)
+    assert watched.read is not None
+    assert watched.read.result(timeout=30) == store.tensors_of(name)
 
 
 def test_tensors_that_are_in_use_are_there() -> None:
