@@ -1,4 +1,4 @@
-"""Calls that are not ordinary: masks and keywords with a meaning, plans beyond one launch, listeners, traced graphs."""
+"""Calls that are not ordinary: masks and keywords with a meaning, listeners, autocast, traced graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adaattn_hf.config import EXACT, raw_settings, settings_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall, store_structure
 from ..plans.slots import LAYER, instead
-from .keywords import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS, PAGED
+from .keywords import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS
 
 if TYPE_CHECKING:
     from adaattn_hf.plans.bound_layer import BoundLayer
@@ -81,11 +81,10 @@ def attend_extended(
             from ..observe.shadow import Shadow
 
             heard_by = (Shadow(bound_layer, settings), *heard_by)
-        out = (
-            attend(call, forced).out
-            if bound_layer is None
-            else execute.attend(bound_layer, call, forced, sliding_window).out
-        )
+        if bound_layer is None:
+            out = attend(call, forced).out
+        else:
+            out = execute.attend(bound_layer, call, forced, sliding_window).out
     weights = None
     if wants_weights:
         weights = attention_weights(call) if bound_layer is None else execute.weights(bound_layer, call)
@@ -198,8 +197,7 @@ def _with_keywords(
     from ..mask.documents import with_documents, with_selected_keys
     from .refusals import check_paged, check_square
 
-    if any(name in kwargs for name in PAGED):
-        check_paged(module, kwargs)
+    check_paged(module, kwargs)
     if (cu_q := kwargs.get("cu_seq_lens_q")) is not None:
         cu_k = kwargs.get("cu_seq_lens_k")
         if isinstance(mask, StructuredMask):
@@ -220,8 +218,6 @@ def _with_keywords(
             if isinstance(mask, Tensor) and mask.ndim == 4:
                 check_square(structure)
             structure = with_documents(structure, cu_q, cu_k)
-    if kwargs.get("indices") is None and kwargs.get("block_indices") is None:
-        return structure
     return with_selected_keys(module, structure, heads, kwargs)
 
 

@@ -1,8 +1,8 @@
 """The attention function that Transformers calls once per layer and forward pass, and the fast path of ordinary calls.
 
 A small call spends more time in Python than in its kernel, so that the fast path looks at nothing but what may differ
-between calls of one kind. Whatever is not ordinary (a listener, autocast, a keyword with a meaning, rows beyond the
-lengths of a plan) goes the long way, by `extended`.
+between calls of one kind. Where a plan asks for several launches, it is cut by `execute`. Whatever is not ordinary (a
+listener, autocast, a keyword with a meaning) goes the long way, by `extended`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,6 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             out = attend_ordinary(module, call, attention_mask, is_causal, backend, kwargs)
             if out is not None:
                 return out.contiguous(), None
-            call.scaling = said_scaling
         return attend_extended(module, call, attention_mask, is_causal, sliding_window, forced, streams, kwargs)
 
     return adaattn
@@ -169,6 +168,8 @@ def attend_ordinary(
             return None  # also where it is said that a plan is not bound
         backend = settings.backend if backend is None else backend
     call.structure = structure
+    if call.scaling is None:
+        call.scaling = (q_shape[3] or 1) ** -0.5
     # as `layer_of` does, without a call where no block is open
     bound_layer: BoundLayer | None = fields.get(LAYER) if instead() is None else layer_of(module)
     if bound_layer is not None:
@@ -176,27 +177,38 @@ def attend_ordinary(
         if bound is None or get_ident() not in bound.threads:
             return None
         decode, speaks = bound_layer.speaks_for(structure)
-        # a step over pages knows its lengths on the device alone
-        if isinstance(decode, Tensor) or (speaks is None and not (structure.paged and structure.window is None)):
-            return None
         if speaks is not False:
             if (
-                structure.mask is not None
+                isinstance(decode, Tensor)
+                # a step over pages knows its lengths on the device alone
+                or (speaks is None and not (structure.paged and structure.window is None))
+                or structure.mask is not None
                 or len(bound_layer.plan.choices) != k_shape[1]
                 or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
             ):
-                return None
-            if call.stored is not None:
-                bound_layer = bound_layer.for_quantised_cache
-            launch = bound_layer.decode if decode else bound_layer.prefill
+                return attend_in_parts(bound_layer, call, backend)
+            served = bound_layer if call.stored is None else bound_layer.for_quantised_cache
+            launch = served.decode if decode else served.prefill
             if not launch.whole:
-                return None
+                return attend_in_parts(bound_layer, call, backend)
             call.per_head = launch.rules if speaks else launch.ending
-    if call.scaling is None:
-        call.scaling = (q_shape[3] or 1) ** -0.5
     kernel = kernel_of(call, backend, compiling=False)
-    # where nobody serves the rules of all heads at once, the long way asks for them apart
-    return None if kernel is None else kernel(call).out
+    if kernel is not None:
+        return kernel(call).out
+    # where nobody serves the rules of all heads at once, they are asked for apart
+    return None if bound_layer is None else attend_in_parts(bound_layer, call, backend)
+
+
+def attend_in_parts(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -> Tensor | None:
+    """The same where a plan needs several launches; None over pages, and beside a mask that only the long way reads."""
+    if call.structure.paged or call.structure.mask is not None:
+        return None
+    # imported here: models without plans need nothing of them
+    from adaattn_hf.plans import execute
+
+    call.per_head = None
+    call.check()  # as a whole, before it is cut
+    return execute.attend(bound_layer, call, backend).out
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
