@@ -349,14 +349,12 @@ class MaskStructure:
         return on_host
 
     def segments(self) -> tuple[Segment, ...] | None:
-        """The call as contiguous runs, or None if it is not made of such (spans, a dense mask, holes in the padding).
+        """The call as contiguous runs, or None if it is not made of such: spans, a dense mask, holes, sinks elsewhere.
 
         Reads the padding, the document numbers and a device-side offset once, then remembers: on CUDA this is the one
         synchronisation of a forward pass. Must not be called while a graph is traced or captured.
         """
-        if self.spans is not None or self.mask is not None:
-            return None
-        if self.window is not None and self.sinks and not self.sinks_at_runs:
+        if self.spans is not None or self.mask is not None or (self.sinks and not self.sinks_at_runs):
             return None
         return self.cached(find_segments)
 

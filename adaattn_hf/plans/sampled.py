@@ -26,7 +26,7 @@ def one_run(call: AttentionCall, turn: int) -> AttentionCall | None:
     Of a padded call without the queries that are padding themselves: those beside the segment's keys.
     """
     structure = call.structure
-    segments = None if structure.sinks and not structure.sinks_at_runs else structure.segments()
+    segments = structure.segments()
     if not segments:
         return None
     run: Segment = segments[turn % len(segments)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...attention.call import AttentionCall, AttentionResult, head_dim_of, narrowed
 from ...attention.gradients import first_order, sink_gradient
 from ...attention.heads import HeadRules, joined_heads, some_heads
-from ...attention.kind import BIAS, LSE, SINKS, SOFTCAP, SUBCLASS, CallKind
+from ...attention.kind import BIAS, LSE, SINKS, SINKS_AWAY, SOFTCAP, SUBCLASS, CallKind
 from ..base import Kernel
 from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
 from .rules import (
@@ -45,12 +45,13 @@ _ERRORS = {
 def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
     """Calls of one kind as one call of the library each, without a gradient; one for each precision of their heads."""
     groups = [] if rules is None else groups_of(rules, kind.dtype)
-    in_full: Kernel = (lambda call: by_groups(call, groups)) if groups else computed
-    if kind.features & _EXTRAS or len(groups) > 1 or (groups and groups[0][1].key_mean is not None):
+    masked = kind.features & SINKS_AWAY == SINKS_AWAY
+    in_full: Kernel = (lambda call: by_groups(call, groups, masked)) if groups else computed
+    if masked or kind.features & _EXTRAS or len(groups) > 1 or (groups and groups[0][1].key_mean is not None):
         return in_full
     # the groups keep alive the windows that are packed
     native, of_heads = loaded(), (groups[0][1] if groups else NO_RULES).heads_packed()
-    heads, dim_v, sinks = kind.heads, kind.head_dim_v, rules is not None and any(rules.sinks)
+    heads, dim_v = kind.heads, kind.head_dim_v
 
     def launch(call: AttentionCall) -> AttentionResult:
         query, key, value, structure = call.query, call.key, call.value, call.structure
@@ -69,7 +70,7 @@ def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
         if codes is None or not in_place:
             call.check()  # tensors that must be written out first, or refused
             return in_full(call)
-        if rules is not None and (shared.mask is not None or (sinks and not shared.sinks_at_runs)):
+        if rules is not None and shared.mask is not None:
             return in_full(call)
         out = query.new_empty(structure.batch, structure.q_len, heads, dim_v)
         packed = shared.visible + of_heads + codes
@@ -107,16 +108,16 @@ def groups_of(
     return groups
 
 
-def by_groups(call: AttentionCall, groups: Groups) -> AttentionResult:
+def by_groups(call: AttentionCall, groups: Groups, masked: bool) -> AttentionResult:
     """Any call whose heads have rules of their own.
 
-    Where a mask says what queries see, or sinks count from elsewhere than where runs begin, each head's window becomes
-    part of a mask: there heads of one window share a call.
+    Where a mask says what queries see, or sinks count from elsewhere than where runs begin (`masked`), each head's
+    window becomes part of a mask: there heads of one window share a call.
     """
     rules, structure = call.per_head, call.structure
     assert rules is not None
     shared, windows = structure.cached(find_rules), None
-    if shared.mask is not None or (any(rules.sinks) and not shared.sinks_at_runs):
+    if masked or shared.mask is not None:
         windows = rules.windows_in(structure)
         groups = groups_of(rules, call.query.dtype, windows)
     results: list[tuple[tuple[int, ...], AttentionResult]] = []
@@ -135,8 +136,8 @@ def by_groups(call: AttentionCall, groups: Groups) -> AttentionResult:
 
 def computed(call: AttentionCall, rules: Rules | None = None) -> AttentionResult:
     """The library's answer to any call whose heads all do the same, without a gradient; `rules` as in `rules_of`."""
-    tensors = call.query, call.key, call.value
-    return AttentionResult(*forward(*tensors, call.scaling, rules_of(call, rules), need_lse=call.need_lse))
+    rules = rules_of(call, rules)
+    return AttentionResult(*forward(call.query, call.key, call.value, call.scaling, rules, need_lse=call.need_lse))
 
 
 def rules_of(call: AttentionCall, rules: Rules | None = None) -> Rules:

@@ -54,7 +54,6 @@ class Rules:
         key_mean: Of the batch, or of each row; subtracted from keys before they are rounded to int8, here or by whoever
             stored them.
         first_key: Stands for the first of the stored keys.
-        sinks_at_runs: That of the structure.
         rotated: 1 where stored keys, 2 where stored values are those of vectors rotated by `hadamard`, 3 for both.
         visible: What queries see, packed once by `find_rules`, as the layers of a pass share it; else empty.
     """
@@ -76,7 +75,6 @@ class Rules:
     key_mean: Tensor | None = field(default=None, metadata={"covers": ("bgd", torch.float32, "contiguous")})
     first_key: Tensor | None = field(default=None, metadata={"covers": ("bgd", torch.float32, "contiguous")})
     rotated: int = 0
-    sinks_at_runs: bool = True
     visible: bytes = b""
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], bytes]:
@@ -138,15 +136,14 @@ _COVERS = tuple((one.name, one.metadata["covers"]) for one in fields(Rules) if o
 
 def find_rules(structure: MaskStructure) -> Rules:
     """The rules of a structure; `structure.cached(find_rules)` makes them once for the layers of a pass."""
-    at_runs, window = structure.sinks_at_runs, -1 if structure.window is None else min(structure.window, _FAR)
-    rules = Rules(structure.causal, window, min(structure.sinks, _FAR), sinks_at_runs=at_runs)
+    window = -1 if structure.window is None else min(structure.window, _FAR)
+    rules = Rules(structure.causal, window, min(structure.sinks, _FAR))
     if structure.one_run_a_row and structure.key_padding is None:
         rules.offset = structure.offset()
-    # sinks count from the first key of a sequence, which a run that begins at a chunk's border does not know
-    elif (structure.chunk is None or not structure.sinks) and (runs := structure.segments()):
+    elif runs := structure.segments():
         rules.segments = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6)
     else:  # no runs could be told, or no query sees any key: an empty table would say that there are no borders
-        rules = Rules(mask=structure.visible(), sinks_at_runs=at_runs)
+        rules = Rules(mask=structure.visible())
     rules.visible = rules.visible_packed()
     return rules
 
