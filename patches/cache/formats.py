@@ -39,11 +39,9 @@ class Format:
     def store(self, keys: Tensor, values: Tensor, room: Room, tokens: int = 0) -> Store:
         """An empty store for tokens shaped like these `[batch, num_kv_heads, any, head_dim]`, with room for so many."""
         sizes, dtypes = widths(keys.shape[3], values.shape[3]), {"k": keys.dtype, "v": values.dtype}
-        size = room.reserve if tokens <= room.reserve else room.size(tokens)
+        extents = (*keys.shape[:2], room.size(tokens))
         rooms = {
-            name: empty(
-                (*keys.shape[:2], size, *(sizes[letter] for letter in extent)), dtype or dtypes[extent], keys.device
-            )
+            name: empty((*extents, *(sizes[letter] for letter in extent)), dtype or dtypes[extent], keys.device)
             for name, (dtype, extent) in self.parts.items()
         }
         return Store(rooms, room)

@@ -53,8 +53,10 @@ class Room(NamedTuple):
         return cls(reserve if max_cache_len is None else max_cache_len, growth, max_cache_len)
 
     def size(self, tokens: int) -> int:
-        """How many tokens a new room for so many has place for."""
-        size = max(self.reserve, BLOCK * math.ceil(tokens * self.growth / BLOCK))
+        """How many tokens a new room for so many has place for; spare ones where they are more than was reserved."""
+        if tokens <= self.reserve:
+            return self.reserve
+        size = BLOCK * math.ceil(tokens * self.growth / BLOCK)
         return size if self.limit is None else min(size, max(self.limit, tokens))
 
     def check(self, length: int) -> None:
