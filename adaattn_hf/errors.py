@@ -1,4 +1,4 @@
-"""Errors with their exit codes, the one sentence for a name that nobody knows, and warnings at the user's line."""
+"""Errors with their exit codes, the sentence for a name that nobody knows, warnings, and what is said once."""
 
 from __future__ import annotations
 
@@ -54,6 +54,16 @@ def unknown(argument: str, got: str, known: Iterable[str]) -> str:
 def nearest(got: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """The known name that is most like another one; empty if none is."""
     return "".join(difflib.get_close_matches(got, list(known), n=1, cutoff=cutoff))
+
+
+_said: set[tuple[object, ...]] = set()
+
+
+def is_news(*facts: object) -> bool:
+    """Whether nobody asked this of these facts before: what is said of them is said once."""
+    news = facts not in _said
+    _said.add(facts)
+    return news
 
 
 _BETWEEN = {"adaattn_hf", "contextlib", "importlib", "torch", "transformers"}

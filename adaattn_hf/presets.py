@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -33,7 +32,6 @@ def budget_of(name: str) -> float:
     return float(_read(name).get("budget", 0.0))
 
 
-@functools.cache
 def _read(name: str) -> Mapping[str, Any]:
     names = preset_names()
     if name not in names:

@@ -13,7 +13,7 @@ import torch
 
 from ..attention.call import AttentionCall, AttentionResult
 from ..attention.kind import BIAS, COMPILING, DROPOUT, EMPTY, SINKS, SOFTCAP, SYMBOLIC, CallKind
-from ..errors import unknown
+from ..errors import is_news, unknown
 from .base import Backend, Kernel, installed, zero_output
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, Flash4Backend
@@ -37,9 +37,6 @@ Kernels = dict[tuple[CallKind, "str | None"], "Kernel | None"]
 
 launches: Kernels = {}
 """The kernels of calls without rules per head; those of other calls are kept with their `HeadRules`."""
-
-_said: set[tuple[str, torch.dtype, str]] = set()
-"""What the log was told: type of device, dtype and backend."""
 
 _LOOK_CLOSER = COMPILING | SYMBOLIC | DROPOUT | SOFTCAP | SINKS | BIAS
 """Calls of which nothing is remembered, and those whose numbers and further tensors are checked each time."""
@@ -124,8 +121,7 @@ def _looked_up(call: AttentionCall, backend: str | None) -> Kernel | None:
     kernel = None
     if serves is not None:
         name, device, dtype = serves.name, kind.device.type, kind.dtype
-        if not kind.compiling and (device, dtype, name) not in _said:
-            _said.add((device, dtype, name))
+        if not kind.compiling and is_news(device, dtype, name):
             why = f" (passed over: {' | '.join(passed)})" if passed else ""
             logger.info("adaattn: %s serves %s %s%s", name, device, str(dtype).removeprefix("torch."), why)
         kernel = zero_output if kind.features & EMPTY else serves.kernel(kind, rules)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from adaattn_hf.attention.tracing import in_backward
+from adaattn_hf.errors import is_news
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.execute import no_gradient
 from adaattn_hf.plans.plan import Plan
@@ -40,8 +41,6 @@ UNBOUND = (
     "the model's configuration holds a plan, and attention is exact until somebody binds it to the model: "
     "adaattn_hf.load_plan(model) does, adaattn_hf.remove_plan(model) takes it out"
 )
-_said: set[tuple[str, str]] = set()
-"""What was said, by the hash of the model that a plan was made for: once is enough."""
 
 
 class State(Enum):
@@ -319,6 +318,5 @@ def carried_by(config: Any) -> Mapping[str, Any]:
 
 def say(weights: str, words: str) -> None:
     """Says something once of a plan, told by the hash of the model that it was made for."""
-    if (weights, words) not in _said:
-        _said.add((weights, words))
+    if is_news(weights, words):
         logger.warning("adaattn: %s", words)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from adaattn_hf import errors
 from adaattn_hf.calibration import passes
-from adaattn_hf.patches.plans import bound
 
 from ..support.letters import random_words
 
@@ -23,7 +23,7 @@ def nothing_compiled() -> None:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(bound, "_said", set())
+    monkeypatch.setattr(errors, "_said", set())
     monkeypatch.setattr(logging.getLogger("adaattn_hf"), "propagate", True)
     caplog.set_level("WARNING", "adaattn_hf")
     return caplog

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from adaattn_hf import errors
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.kind import (
@@ -67,7 +68,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
     monkeypatch.setattr(select, "BACKENDS", backends)
     monkeypatch.setattr(select, "order", lambda kind: ("absent", "strict", "willing"))
     monkeypatch.setattr(select, "launches", {})
-    monkeypatch.setattr(select, "_said", set())
+    monkeypatch.setattr(errors, "_said", set())
     return backends
 
 
