@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ..attention.call import AttentionCall
 from ..attention.rounding import through_dtype, through_int8
 from ..attention.softmax import softmax_parts, weighted
 
@@ -78,30 +79,16 @@ def rows_at_a_time(heads: int, rows: int, kv_len: int) -> int:
 
 
 def head_sums(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    positions: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    answer: Tensor | None = None,
+    call: AttentionCall, example: int, visible: Tensor, positions: Tensor, answer: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Returns the sums over rows of `row_statistics`, and the energies of rounding errors, per query head in fp64.
 
     Args:
-        query: `[heads, rows, head_dim]`, the sampled rows.
-        key, value: `[num_kv_heads, kv_len, head_dim]` and `[num_kv_heads, kv_len, head_dim_v]`.
-        visible: Boolean `[1 or heads, rows, kv_len]`, True = attend.
+        call: Has the sampled rows for queries. With learned sinks weights are normalised over the keys only; the mass
+            of the sinks is reported as `learned_sink`.
+        example: Number of the one of the batch that is looked at.
+        visible: Of it, boolean `[1 or heads, rows, kv_len]`, True = attend.
         positions: `[rows]`, index of each query among the keys.
-        scaling: Factor on the products.
-        softcap: `c` of `c * tanh(logit / c)`.
-        bias: Added to the logits, broadcastable to `[heads, rows, kv_len]`.
-        sink_logits: `[heads]`, learned logits that join each row's softmax without a value. Weights are normalised over
-            the keys only; the mass of the sinks is reported as `learned_sink`.
         answer: `[heads, rows, head_dim_v]`, the output that was computed for these rows, whose error is measured as
             those of int8 and bf16 are.
 
@@ -110,8 +97,9 @@ def head_sums(
         `noise_int8`, `noise_bf16` and `noise_answer` are the energies of the errors of int8 operands (keys minus their
         mean), of bf16 operands, and of `answer`.
     """
-    heads = query.shape[0]
-    query, key, value = query.float(), key.float(), value.float()
+    (batch, heads, rows, _), bias, sink_logits = call.query.shape, call.bias, call.sink_logits
+    query, key, value = (tensor[example].float() for tensor in (call.query, call.key, call.value))
+    bias = None if bias is None else bias.expand(batch, -1, rows, -1)[example].float()
     live = visible.any(-1).any(0)
     query, positions, visible = query[:, live], positions[live], visible[:, live]
     answer = None if answer is None else answer[:, live].float()
@@ -128,8 +116,8 @@ def head_sums(
 
     def attended(part: slice, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         added = None if bias is None else bias[..., live, :][..., part, :]
-        rows, seen = q[None, :, part], visible[:, part]
-        weights, top, total = softmax_parts(rows, k[None], scaling, softcap=softcap, bias=added, mask=seen)
+        queries, seen = q[None, :, part], visible[:, part]
+        weights, top, total = softmax_parts(queries, k[None], call.scaling, softcap=call.softcap, bias=added, mask=seen)
         return weights[0], weighted(weights, v[None], 0.0)[0], (top + torch.log(total))[0, :, :, 0]
 
     step = rows_at_a_time(heads, query.shape[1], key.shape[1])

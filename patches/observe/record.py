@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.heads import some_heads
+from adaattn_hf.attention.heads import some_heads, some_rows
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.bound_layer import BoundLayer
@@ -132,27 +132,15 @@ class AttentionRecord(Listener):
         sums = layer.sums.setdefault(phase, {})
         (batch, heads), padding = call.query.shape[:2], structure.key_padding
         chosen = stratified_rows(structure.q_len, self.rows, self._generator).to(call.query.device)
-        visible = structure.visible(rows=chosen, device=call.query.device).expand(batch, -1, -1, -1)
+        sampled = some_rows(call, chosen)
+        visible = sampled.structure.visible(device=call.query.device).expand(batch, -1, -1, -1)
         if padding is not None and (structure.causal or structure.q_len == structure.kv_len):
             # rows of padding see keys, too, but say nothing of the text
             place = (chosen + structure.q_offset).clamp(0, structure.kv_len - 1)
             visible = visible & padding.to(place.device)[:, None, place, None]
-        bias = call.bias
-        if bias is not None:
-            bias = bias.expand(batch, -1, structure.q_len, structure.kv_len)[:, :, chosen]
         for row in range(batch):
-            sums_of_row = head_sums(
-                call.query[row][:, chosen],
-                call.key[row],
-                call.value[row],
-                visible[row],
-                chosen + structure.q_offset,
-                scaling=call.scaling,
-                softcap=call.softcap,
-                bias=None if bias is None else bias[row].float(),
-                sink_logits=call.sink_logits,
-                answer=out[row].transpose(0, 1)[:, chosen],
-            )
+            answer = out[row].transpose(0, 1)[:, chosen]
+            sums_of_row = head_sums(sampled, row, visible[row], chosen + structure.q_offset, answer)
             sums |= {name: sums[name] + values if name in sums else values for name, values in sums_of_row.items()}
         if phase != "decode" and structure.q_len == structure.kv_len:
             for row in range(batch):

@@ -1,12 +1,15 @@
 """Statistics of sampled rows against brute force on the full matrix."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.stats import profile
 from adaattn_hf.stats.rows import stratified_rows
 
@@ -17,6 +20,11 @@ def drawn(seed: int, heads: int = 4, kv_heads: int = 2, n: int = 137, d: int = 8
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(heads, n, d, generator=generator) * 3
     return query, *(torch.randn(kv_heads, n, d, generator=generator) for _ in range(2))
+
+
+def call_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionCall:
+    structure = MaskStructure(1, query.shape[1], key.shape[1])
+    return AttentionCall(query[None], key[None], value[None], structure, 0.3)
 
 
 def weights_of(query: torch.Tensor, key: torch.Tensor, scaling: float, visible: torch.Tensor) -> torch.Tensor:
@@ -79,14 +87,15 @@ def test_uniform_one_hot_and_empty_rows() -> None:
 def test_sums_do_not_depend_on_how_many_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = drawn(3)
     rows = torch.arange(0, 137, 3)
-    arguments = (query[:, rows], key, value, causal_visible(rows, 137)[None], rows)
-    whole = profile.head_sums(*arguments, scaling=0.3)
+    visible = causal_visible(rows, 137)[None]
+    arguments = call_of(query[:, rows], key, value), 0, visible, rows
+    whole = profile.head_sums(*arguments)
     monkeypatch.setattr(profile, "_CHUNK_ELEMENTS", 4 * 137 * 5)
-    parts = profile.head_sums(*arguments, scaling=0.3)
+    parts = profile.head_sums(*arguments)
     assert profile.rows_at_a_time(4, len(rows), 137) == 5
     for name, values in whole.items():
         torch.testing.assert_close(parts[name], values, rtol=1e-5, atol=1e-7)
-    weights = weights_of(arguments[0], key, 0.3, arguments[3][0]).double()
+    weights = weights_of(query[:, rows], key, 0.3, visible[0]).double()
     spread = -torch.xlogy(weights, weights).sum(-1)
     torch.testing.assert_close(
         profile.means(parts)["entropy_deviation"], spread.std(-1, correction=0), rtol=1e-4, atol=0
@@ -102,7 +111,7 @@ def test_noise_is_that_of_the_outputs() -> None:
     rounded = [t.bfloat16().float() for t in (query, wide_key, wide_value)]
     bf16 = weights_of(rounded[0], rounded[1], 0.3, visible) @ rounded[2]
     answer = exact + 0.01
-    sums = profile.head_sums(query, key, value, visible[None], rows, scaling=0.3, answer=answer)
+    sums = profile.head_sums(call_of(query, key, value), 0, visible[None], rows, answer)
     found = profile.means(sums)
     for head in range(4):
         assert float(found["sqnr_bf16"][head]) == pytest.approx(sqnr(exact[head], bf16[head]), abs=0.05)
@@ -113,10 +122,8 @@ def test_noise_is_that_of_the_outputs() -> None:
 def test_learned_sinks_take_their_share() -> None:
     query, key, value = torch.zeros(1, 1, 4), torch.zeros(1, 3, 4), torch.ones(1, 3, 4)
     visible = torch.ones(1, 1, 3, dtype=torch.bool)
-    sums = profile.head_sums(
-        query, key, value, visible, torch.tensor([2]), scaling=1.0, sink_logits=torch.zeros(1),
-        answer=torch.full((1, 1, 4), 0.75),
-    )  # fmt: skip
+    call = replace(call_of(query, key, value), sink_logits=torch.zeros(1))
+    sums = profile.head_sums(call, 0, visible, torch.tensor([2]), torch.full((1, 1, 4), 0.75))
     assert float(sums["learned_sink"]) == pytest.approx(0.25)
     assert float(sums["noise_answer"]) == pytest.approx(0.0, abs=1e-12)
 
