@@ -20,9 +20,9 @@ from adaattn_hf.eval.progress import beating, shown_progress, tell
 from adaattn_hf.eval.team import Team
 from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
+from adaattn_hf.patches.models.positions import stated_positions
 from adaattn_hf.patches.plans.bound import carried_by
 from adaattn_hf.patches.plans.check import refuse_beyond_budget
-from adaattn_hf.patches.plans.positions import stated_positions
 from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.wording import allowed
 

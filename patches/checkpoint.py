@@ -18,9 +18,9 @@ from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
 
+from .models.positions import trained_positions
 from .plans.attach import load_carried, load_plan, remove_plan
 from .plans.bound import carried_by
-from .plans.positions import trained_positions
 from .registry import NAMES
 
 Objective = Literal["causal", "masked"]

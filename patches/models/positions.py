@@ -27,13 +27,21 @@ def stated_positions(config: Any) -> int | None:
     positions = trained_positions(config)
     if positions is None:
         return None
-    config, ropes = config.get_text_config(), []
-    for rope in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
-        # one for all layers, or one for each kind of layer
-        ropes += [rope, *rope.values()] if isinstance(rope, Mapping) else []
-    scaled = [rope for rope in ropes if isinstance(rope, Mapping) and isinstance(rope.get("factor"), int | float)]
+    scaled = [rope for rope in ropes_of(config.get_text_config()) if isinstance(rope.get("factor"), int | float)]
     reached = (int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions)) for rope in scaled)
     return max([positions, *reached])
+
+
+def ropes_of(config: Any) -> list[Mapping[str, Any]]:
+    """Returns what a configuration says of its rotary embeddings: one record, or one for each kind of layer."""
+    records = (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None))
+    nested = [(record, *record.values()) for record in records if isinstance(record, Mapping)]
+    return [rope for ropes in nested for rope in ropes if isinstance(rope, Mapping)]
+
+
+def set_by_length(rope_type: Any) -> bool:
+    """Whether Transformers sets the frequencies of rotary embeddings of a type anew in each pass, by its length."""
+    return "dynamic" in str(rope_type) or rope_type == "longrope"
 
 
 def learned_positions(model: nn.Module) -> int | None:

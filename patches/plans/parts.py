@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from adaattn_hf.plans.record import PlanError
 
+from ..models.positions import set_by_length
+
 ADAPTERS = ("base_layer", "original_module")
 """Under these names adapters keep the layer that they wrap."""
 _INNER = (*ADAPTERS, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -43,7 +45,7 @@ class Part(NamedTuple):
         """Its buffers that no pass changes: all but the frequencies that some rotary embeddings set by the length."""
         kinds = getattr(self.module, "rope_type", None)
         each = kinds.values() if isinstance(kinds, Mapping) else (kinds,)
-        if any("dynamic" in str(kind) or kind == "longrope" for kind in each):
+        if any(map(set_by_length, each)):
             return self.buffers
         buffers = self.module._buffers
         return {name: buffer for name, buffer in buffers.items() if buffer is not None and not buffer.is_meta}

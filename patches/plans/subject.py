@@ -11,12 +11,12 @@ from torch import nn
 
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
 
+from ..models.positions import learned_positions, stated_positions
 from .attach import load_plan, remove_plan
 from .configured import computes_by, name_of_model
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules, number_layers
 from .parts import module_dtype
-from .positions import learned_positions, stated_positions
 
 
 class Subject:

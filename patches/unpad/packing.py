@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..models.cache_keyword import cache_in
 from ..models.families import family_of
+from ..models.positions import ropes_of, set_by_length
 from ..models.support import is_ours
 from .layout import PackedLayout, PackedPrefill
 
@@ -107,9 +108,7 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
 def _turned_by_padding(positions: Tensor | None, layout: PackedLayout, config: Any) -> bool:
     # whether frequencies that Transformers sets anew in each pass (dynamic, longrope) would be others without padding
     longest = getattr(config, "max_position_embeddings", None) or 0
-    record = getattr(config, "rope_parameters", None) or {}  # of some families one for each type of layer
-    ropes = [rope for rope in (record, *record.values()) if isinstance(rope, Mapping)]
-    moving = [rope for rope in ropes if "dynamic" in (kind := str(rope.get("rope_type"))) or kind == "longrope"]
+    moving = [rope for rope in ropes_of(config) if set_by_length(rope.get("rope_type"))]
     if not moving:
         return False
     numbers = torch.arange(layout.length, device="cpu")[None] if positions is None else positions

@@ -23,9 +23,9 @@ from adaattn_hf.eval.arms import ModelArms, compare, plan_tap
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path, heldout_pages
 from adaattn_hf.eval.objectives import MaskedTokens, NextToken
 from adaattn_hf.eval.windows import TokenWindow
+from adaattn_hf.patches.models.positions import learned_positions, trained_positions
 from adaattn_hf.patches.plans import attach, hashes
 from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.patches.plans.positions import learned_positions, trained_positions
 from adaattn_hf.plans.choices import Setting
 from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
