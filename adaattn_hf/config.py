@@ -155,9 +155,9 @@ def settings_of(raw: Any, bound: bool = False) -> AdaAttnConfig:
         rest = {name: value for name, value in raw.items() if name not in ("plan", "tensors")}
         constant: AdaAttnConfig = _constant_settings(rest)
         return constant
-    known = _parsed.get(id(raw))
-    if known is not None and known[0] is raw and known[1] == raw:
-        return known[2]
+    cached = _parsed.get(id(raw))
+    if cached is not None and cached[0] is raw and cached[1] == raw:
+        return cached[2]
     settings = AdaAttnConfig.from_dict(raw)
     if len(_parsed) >= _PARSED_LIMIT:
         _parsed.clear()

@@ -175,7 +175,7 @@ def over_pages(asked: AttentionCall) -> None:
     """The same step over pages, without rules and with some."""
     pages = Pages.of(torch.zeros((1, 8)).int(), torch.tensor([0, 1500]).int(), 256, asked.key.shape[2], None)
     for rules in (None, WINDOWS):
-        attend(replace(asked, structure=pages, own=(asked.key[:, :, :1], asked.value[:, :, :1]), per_head=rules))
+        attend(replace(asked, structure=pages, new_tokens=(asked.key[:, :, :1], asked.value[:, :, :1]), per_head=rules))
 
 
 def rounded(asked: AttentionCall) -> None:

@@ -55,7 +55,7 @@ class AttentionCall:
         need_lse: Also return the log-sum-exp of each row.
         per_head: What each key/value head computes separately; None where all do the same.
         stored: What turns key and value into numbers, where they are the codes that a cache stores.
-        own: Key and value `[batch, num_kv_heads, 1, head_dim]` of the queries' own tokens, which a kernel writes into
+        new_tokens: Key and value `[batch, num_kv_heads, 1, head_dim]` of the queries, which a kernel writes into
             their pages before it reads them, where the structure has pages.
         layer: Number of the layer that asks, told to listeners.
         backend: Backend that was asked for by name, told to listeners.
@@ -73,7 +73,7 @@ class AttentionCall:
     need_lse: bool = False
     per_head: HeadRules | None = None
     stored: StoredKV | None = None
-    own: tuple[Tensor, Tensor] | None = None
+    new_tokens: tuple[Tensor, Tensor] | None = None
     layer: int | None = None
     backend: str | None = None
 

@@ -37,24 +37,8 @@ OPTIONS = {
 }
 """What a call may ask for, and how refusals name it."""
 
-_WORDS = {
-    WINDOW: "windowed",
-    WINDOW_SINKS: "with window sinks",
-    ONE_QUERY: "one query",
-    GRAD: "with gradients",
-    DROPOUT: "with dropout",
-    SOFTCAP: "with softcap",
-    SINKS: "with sink logits",
-    BIAS: "with a bias",
-    LSE: "with the log-sum-exp",
-    HEAD_WINDOWS: "with a window per head",
-    HEAD_UNTIL: "up to a position",
-    HEAD_BF16: "with bf16 products",
-    HEAD_INT8: "with int8 products",
-    PAGES: "in pages",
-    COMPILING: "compiled",
-    OPAQUE: "of tensors without memory",
-}
+_WORDS = {WINDOW: "windowed", WINDOW_SINKS: "with window sinks", ONE_QUERY: "one query", COMPILING: "compiled"}
+"""What the words of a kind say otherwise, or beside it."""
 
 _LIGHT_PRODUCTS = 1 << 33
 """Products of numbers, pairs of all heads times their channels, below which training is light."""
@@ -152,6 +136,8 @@ class CallKind(NamedTuple):
         heads = "1 query head" if self.groups == 1 else f"{self.groups} query heads"
         sizes = f"head_dim {self.head_dim}{values}"
         options = [word for bit, word in _WORDS.items() if self.features & bit]
+        asked = self.features & ~(STORED | COMPILING)
+        options += [f"with {name}" for bit, name in OPTIONS.items() if asked & bit]
         facts = [self.shape, dtype, sizes, f"{heads} per key/value head", self.device.type, *options]
         return ", ".join(facts if self.stored is None else [*facts, f"keys and values stored as {self.stored}"])
 

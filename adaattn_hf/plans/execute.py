@@ -100,7 +100,7 @@ def _by_rows(
     if call.stored is not None:
         bound_layer = bound_layer.for_quantised_cache
     if call.bias is not None and (alone := numbers_alone(call)):  # rows that see nothing by any rules are exact
-        return _either(alone[0], exact(call), _by_rows(bound_layer, alone[1], window, exact, planned))
+        return _where(alone[0], exact(call), _by_rows(bound_layer, alone[1], window, exact, planned))
     if call.structure.mask is not None or call.bias is not None:
         inferred = infer_structure(call, window)
         counting = [choice.label for choice, _ in bound_layer.launches if choice.keys is not None]
@@ -116,7 +116,7 @@ def _by_rows(
     if isinstance(decode, Tensor):  # steps and prefills in one call
         parts = [replace(call, structure=only(structure, chosen)) for chosen in (decode, ~decode)]
         steps, prefills = (_by_rows(bound_layer, part, None, exact, planned) for part in parts)
-        return _either(decode[:, None, :, None], steps, prefills)
+        return _where(decode[:, None, :, None], steps, prefills)
     first, last = (rows, rows) if speaks else (0, 0)
     if speaks is None:
         first, last = _ranges(structure, limit, decode) or (0, rows)
@@ -129,18 +129,18 @@ def _by_rows(
     late, both = exact(call if first == 0 else some_range(call, first, rows)), last - first
     results = [_some(early, 0, first), _some(late, both, rows - last)]
     if isinstance(within, Tensor):
-        mixed = _either(within[:, None, first:last, None], _some(early, first, both), _some(late, 0, both))
+        mixed = _where(within[:, None, first:last, None], _some(early, first, both), _some(late, 0, both))
         results.insert(1, mixed)
     lses = [result.lse for result in results if result.lse is not None]
     lse = torch.cat(lses, 2) if len(lses) == len(results) else None
     return AttentionResult(torch.cat([result.out for result in results], 1), lse)
 
 
-def _either(rows: Tensor, one: AttentionResult, other: AttentionResult) -> AttentionResult:
+def _where(rows: Tensor, result: AttentionResult, other: AttentionResult) -> AttentionResult:
     """Rows `[batch or 1, heads or 1, q_len or 1, 1]` of one result, the rest of another one."""
-    rows = rows.to(one.out.device)
-    lse = None if one.lse is None or other.lse is None else torch.where(rows[..., 0], one.lse, other.lse)
-    return AttentionResult(torch.where(rows.transpose(1, 2), one.out, other.out), lse)
+    rows = rows.to(result.out.device)
+    lse = None if result.lse is None or other.lse is None else torch.where(rows[..., 0], result.lse, other.lse)
+    return AttentionResult(torch.where(rows.transpose(1, 2), result.out, other.out), lse)
 
 
 def _some(result: AttentionResult, first: int, count: int) -> AttentionResult:

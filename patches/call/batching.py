@@ -38,7 +38,7 @@ from .refusals import check_untransformed, refuse_unknown
 
 Part = tuple[slice | Tensor, Runs]
 """Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
-_KNOWN, _PAGES = "_adaattn_sums", "_adaattn_pages"
+_SUMS, _PAGES = "_adaattn_sums", "_adaattn_pages"
 _DECLARED = PagedAttentionArgs.__annotations__.keys() | {"k_cache", "v_cache"}  # by the cache, behind its update
 
 
@@ -109,14 +109,14 @@ def attend_requests(
         borders = borders["full_attention" if window is None else "sliding_attention"]
     if kwargs.get("block_table") is not None:
         pages, numbers = _pages(borders, window, kwargs), (kwargs["k_cache"], kwargs["v_cache"])
-        own = key.transpose(0, 2), value.transpose(0, 2)
-        keys, values = (_row(tensor).transpose(0, 1).expand(len(own[0]), -1, -1, -1) for tensor in numbers)
-        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux, "own": own}
+        new = key.transpose(0, 2), value.transpose(0, 2)
+        keys, values = (_row(tensor).transpose(0, 1).expand(len(new[0]), -1, -1, -1) for tensor in numbers)
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink_logits": s_aux, "new_tokens": new}
         call = AttentionCall(query.transpose(0, 2), keys, values, UNREAD, **options)
         output = attend_ordinary(module, call, StructuredMask(pages, query.device), None, backend, {})
         if output is not None:
             return output.transpose(0, 1), None
-        key, value = (_gathered(pages, *pair) for pair in zip(numbers, own, strict=True))
+        key, value = (_gathered(pages, *pair) for pair in zip(numbers, new, strict=True))
     _refuse_capture(borders.device)
     q_len, kv_len, attend = query.shape[2], key.shape[2], attention_function(backend)
     bound_layer = checked_layer(module)
@@ -253,8 +253,8 @@ def _parts(
             within, beyond = limit is None or first + run.q_len <= limit, limit is not None and first >= limit
             alike.setdefault((run.q_len == 1, within, beyond), []).append((run, first))
         parts: list[Part] = []
-        for found in alike.values():
-            group, firsts = zip(*found, strict=True)
+        for runs_with_firsts in alike.values():
+            group, firsts = zip(*runs_with_firsts, strict=True)
             steps, runs, count = group[0].q_len == 1, [], 0
             for run in group:
                 runs.append(run._replace(row=count, q_start=0) if steps else run._replace(q_start=count))
@@ -277,7 +277,7 @@ def _read(sums: Tensor) -> tuple[list[Any], dict[Any, Any]]:
     # numbers for which the host waits once, and what was made of them for all layers; tensors made in inference mode do
     # not count writes: these are taken to be made anew for every step
     version = 0 if sums.is_inference() else sums._version
-    numbers = sums.__dict__.get(_KNOWN)
+    numbers = sums.__dict__.get(_SUMS)
     if numbers is None or numbers[0] != version:
-        numbers = sums.__dict__[_KNOWN] = version, sums.tolist(), {}
+        numbers = sums.__dict__[_SUMS] = version, sums.tolist(), {}
     return numbers[1], numbers[2]

@@ -71,10 +71,10 @@ def check_call(
         )
 
 
-def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], known: Collection[str] = KNOWN_KEYWORDS) -> None:
+def refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any], supported: Collection[str] = KNOWN_KEYWORDS) -> None:
     """Refuses keywords that nobody knows or allowed (ValueError)."""
     for name, value in kwargs.items():
-        if value is not None and name not in known and name not in ALLOWED_KEYWORDS:
+        if value is not None and name not in supported and name not in ALLOWED_KEYWORDS:
             raise ValueError(
                 f"{name}: got {type(value).__name__} from {type(module).__name__}, a keyword that adaattn does not "
                 "know and that may change what is computed; leave it out of the model's inputs, call "

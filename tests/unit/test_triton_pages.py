@@ -44,7 +44,7 @@ def paged(lengths: tuple[int, ...], page: int, kv_heads: int = 2, dim: int = 16,
     key, value = (t.to(device).transpose(0, 1)[None].expand(len(lengths), -1, -1, -1) for t in numbers)
     structure.table, structure.borders = table.to(device), borders.to(device)
     own_key, own_value = (tensor.to(device) for tensor in own)
-    return AttentionCall(query.to(device), key, value, structure, 0.3, own=(own_key, own_value), **asked)
+    return AttentionCall(query.to(device), key, value, structure, 0.3, new_tokens=(own_key, own_value), **asked)
 
 
 def last(structure: Pages) -> tuple[Tensor, Tensor]:
@@ -59,8 +59,8 @@ def truth(call: AttentionCall) -> Tensor:
     """Attention over the pages as a step leaves them; what nobody reads is zero."""
     rows, places = last(call.structure)  # type: ignore[arg-type]
     key, value = (t[0].nan_to_num(0).clone() for t in (call.key, call.value))
-    assert call.own is not None
-    for tensor, own in ((key, call.own[0]), (value, call.own[1])):
+    assert call.new_tokens is not None
+    for tensor, own in ((key, call.new_tokens[0]), (value, call.new_tokens[1])):
         tensor[:, places] = own[rows, :, 0].transpose(0, 1)
     batch = len(call.query)
     return reference.attention(
@@ -80,8 +80,8 @@ def test_equals_the_reference(page: int, window: int | None) -> None:
     right = truth(call)
     torch.testing.assert_close(attend(call).double(), right, atol=4e-6, rtol=0)
     rows, places = last(call.structure)  # type: ignore[arg-type]
-    assert call.own is not None
-    for tensor, own in zip((call.key, call.value), call.own, strict=True):
+    assert call.new_tokens is not None
+    for tensor, own in zip((call.key, call.value), call.new_tokens, strict=True):
         assert torch.equal(tensor[0, :, places], own[rows, :, 0].transpose(0, 1)), "written where they belong"
         assert tensor[0, 0, :, 0].isnan().sum() == tensor.shape[2] - sum(LENGTHS), "and nowhere else"
 

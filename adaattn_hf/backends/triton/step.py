@@ -143,8 +143,8 @@ def attend_step(
         more: tuple[Any, ...] = query, query, 0, 0, 0, 0, 0, 0, 0
         constants |= {"PAGE": 0, "ONE_PAGE": False}
         if pages is not None:
-            assert call.own is not None, "the step that reads pages writes its own tokens into them"
-            own_k, own_v = call.own
+            assert call.new_tokens is not None, "the step that reads pages writes its own tokens into them"
+            own_k, own_v = call.new_tokens
             steps = *(own_k.stride(n) for n in (0, 1, 3)), *(own_v.stride(n) for n in (0, 1, 3))
             more = own_k, own_v, *steps, pages.table.stride(0)
             one_page = windows is None and not pages.page % constants["BLOCK_N"]
