@@ -56,13 +56,13 @@ def attend_extended(
     if streams is not None:
         return restored(streams.attend(module, call, forced, bool(wants_weights)), dtype), None
     out, bound_layer = ask(heard_by, module, call) if heard_by else None, None
-    bound = LAYER in module.__dict__ or (not compiling and instead() is not None)
-    if out is None and settings.plan is not None and not bound:
+    has_layer = LAYER in module.__dict__ or (not compiling and instead() is not None)
+    if out is None and settings.plan is not None and not has_layer:
         from ..plans.bound import UNBOUND, say
 
         say(str(settings.plan.get("weight_hash")), UNBOUND)
         module.__dict__[LAYER] = None
-    if bound and (out is None or wants_weights):
+    if has_layer and (out is None or wants_weights):
         # imported here: models without plans need nothing of them
         from adaattn_hf.plans import execute
 

@@ -116,7 +116,7 @@ def by_groups(call: AttentionCall, groups: Groups, masked: bool) -> AttentionRes
     """
     rules, structure = call.per_head, call.structure
     assert rules is not None
-    shared, windows = structure.cached(find_rules), None
+    shared, windows = NO_RULES if masked else structure.cached(find_rules), None
     if masked or shared.mask is not None:
         windows = rules.windows_in(structure)
         groups = groups_of(rules, call.query.dtype, windows)
