@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,10 +89,9 @@ class FlashBackend(Backend):
         ):
             if needed and _made_without(self.flags_module, feature):
                 reasons.append(f"{self.product} was built without {name}")
-        reasons += _common_refusals(kind, "flash-attn's packed kernels")
-        if kind.compiling and kind.shape == "ragged":
-            reasons.append("the segments of a padded batch cannot be read while a graph is traced")
-        return tuple(reasons)
+        if kind.features & WINDOW_SINKS and kind.shape != "full":
+            reasons.append("flash-attn has no sink tokens beside a window")
+        return (*reasons, *(_packed_refusals(kind) if kind.shape == "ragged" else ()))
 
     def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One dense call, or one variable-length call over the segments."""
@@ -123,25 +122,26 @@ _COMPILER = "cutlass"
 """Of several wheels: the directory alone may be there of one that holds libraries."""
 
 
-class Flash4Backend(Backend):
+class Flash4Backend(FlashBackend):
     """flash-attn 4's dense and packed kernels, which are compiled when they are first called."""
 
-    name, package = "fa4", "flash_attn"
-    supports = Supports(
-        "flash-attn 4's kernels",
-        SOFTCAP | SINKS | LSE | GRAD | COMPILING | OPAQUE,
-        "cuda",
-        _HALF,
-        widest=256,
-        multiple=8,
-        equal=True,
-        dense=False,
-        unless=(
-            (SOFTCAP | GRAD, "flash-attn 4 has no gradient through a softcap"),
-            (COMPILING, "flash-attn 4 is compiled as it is called, which a traced graph cannot hold"),
-            (LSE | GRAD, "flash-attn 4's log-sum-exp is not differentiated"),
-        ),
-    )
+    def __init__(self) -> None:
+        """For Hopper and datacentre Blackwell: what it offers other devices nobody has run here."""
+        super().__init__("fa4", 4, "flash_attn.cute", "flash-attn 4", ((9, 0), (12, 0)))
+
+    def __post_init__(self) -> None:
+        """Says what it serves."""
+        super().__post_init__()
+        self.supports = replace(
+            self.supports,
+            kernels="flash-attn 4's kernels",
+            features=self.supports.features | SINKS,
+            unless=(
+                (SOFTCAP | GRAD, "flash-attn 4 has no gradient through a softcap"),
+                (COMPILING, "flash-attn 4 is compiled as it is called, which a traced graph cannot hold"),
+                (LSE | GRAD, "flash-attn 4's log-sum-exp is not differentiated"),
+            ),
+        )
 
     def missing(self) -> tuple[str, ...]:
         """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
@@ -153,16 +153,10 @@ class Flash4Backend(Backend):
 
     def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """What flash-attn 4's kernels cannot compute."""
-        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
-
-        reasons = list(super().refusals(kind))
-        device = capability(kind.device) if kind.device.type == "cuda" else None
-        if kind.device.type == "cuda" and (device is None or device.sm < (9, 0) or device.sm >= (12, 0)):
-            # what it offers other devices nobody has run here
-            reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
+        reasons = super().refusals(kind)
         if kind.needs_grad and kind.head_dim > 128:
-            reasons.append(f"flash-attn 4 has gradients of heads of up to 128 channels, got {kind.head_dim}")
-        return (*reasons, *_common_refusals(kind, "flash-attn 4's packed kernels"))
+            reasons += (f"flash-attn 4 has gradients of heads of up to 128 channels, got {kind.head_dim}",)
+        return reasons
 
     def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One dense call, or one over packed segments."""
@@ -181,18 +175,17 @@ def _attend_by_4(call: AttentionCall) -> AttentionResult:
 
 
 # ---------------- dense calls and packed runs, of every version
-def _common_refusals(kind: CallKind, kernels: str) -> list[str]:
-    """Of every version; packed kernels count windows from the last key of a run."""
-    reasons = []
-    if kind.features & WINDOW_SINKS and kind.shape != "full":
-        reasons.append("flash-attn has no sink tokens beside a window")
-    if kind.shape == "ragged" and kind.features & LSE:
+def _packed_refusals(kind: CallKind) -> list[str]:
+    """Of packed kernels, which count windows from the last key of a run."""
+    kernels, reasons = "flash-attn's packed kernels", list[str]()
+    if kind.features & LSE:
         reasons.append(f"the log-sum-exp of {kernels} is not put back in place")
-    if kind.shape == "ragged" and not kind.compiling:
-        if kind.features & BEHIND and kind.features & WINDOW:
-            reasons.append(f"{kernels} have no window for queries behind the last key of their run")
-        if kind.decode and kind.holes is None:
-            reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
+    if kind.compiling:
+        reasons.append("the segments of a padded batch cannot be read while a graph is traced")
+    elif kind.features & BEHIND and kind.features & WINDOW:
+        reasons.append(f"{kernels} have no window for queries behind the last key of their run")
+    if not kind.compiling and kind.decode and kind.holes is None:
+        reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
     return reasons
 
 
