@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.observe.explain import Explanation, explain
     from adaattn_hf.patches.observe.monitoring import monitoring, statistics
     from adaattn_hf.patches.observe.record import AttentionRecord, record
-    from adaattn_hf.patches.observe.trainer import AdaAttnCallback
     from adaattn_hf.patches.plans.attach import load_plan, plan_of, remove_plan
     from adaattn_hf.patches.plans.block import use_plan
     from adaattn_hf.patches.plans.settings import configure
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from .presets import load_preset, preset_names
 
 __all__ = [
-    "NAMES", "AdaAttnCache", "AdaAttnCallback", "AdaAttnConfig", "AttentionRecord", "ConfigError",
+    "NAMES", "AdaAttnCache", "AdaAttnConfig", "AttentionRecord", "ConfigError",
     "Explanation", "GrowingCache", "Plan", "PlanError", "PrepareError", "UnsupportedModel", "__version__",
     "allow_keywords", "check", "configure", "continuous_batching", "explain", "load_cache", "load_plan", "load_preset",
     "monitoring", "plan_of", "prepare", "preset_names", "record", "register", "remove_plan",
@@ -64,7 +63,6 @@ _LATE = {
     "adaattn_hf.patches.plans.settings": ("configure",),
     "adaattn_hf.patches.models.families": ("UnsupportedModel",),
     "adaattn_hf.patches.models.support": ("check",),
-    "adaattn_hf.patches.observe.trainer": ("AdaAttnCallback",),
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),
     "adaattn_hf.patches.plans.block": ("use_plan",),
     "adaattn_hf.presets": ("load_preset", "preset_names"),

@@ -11,7 +11,6 @@ import torch
 from .errors import unknown, warn
 
 CONFIG_VERSION = 1
-MISMATCHES = ("raise", "warn")
 
 
 class ConfigError(ValueError):
@@ -45,8 +44,6 @@ class AdaAttnConfig:
         tensors: Bases and means of the plan, as base64 of their safetensors file, which so travel with the plan; None
             where they lie in a file beside the weights alone.
         monitor: Compare sampled rows with exact attention while the model runs (plans only).
-        shadow: So many calls of each kind and layer are computed a second time by the reference, and compared.
-        mismatch: What happens where they differ: `raise` or `warn`.
         version: Of this layout.
     """
 
@@ -56,12 +53,10 @@ class AdaAttnConfig:
     plan: Mapping[str, Any] | None = None
     tensors: str | None = None
     monitor: bool = False
-    shadow: int = 0
-    mismatch: str = "raise"
     version: int = CONFIG_VERSION
 
     def __post_init__(self) -> None:
-        number, count = isinstance(self.budget, (int, float)), isinstance(self.shadow, int)
+        number = isinstance(self.budget, (int, float))
         for name, fits, expected in (
             ("preset", isinstance(self.preset, str), "a preset's name"),
             ("backend", isinstance(self.backend, str | None), "a backend's name or None"),
@@ -69,19 +64,11 @@ class AdaAttnConfig:
             ("monitor", isinstance(self.monitor, bool), "True or False"),
             ("tensors", isinstance(self.tensors, str | None), "base64 of a plan's tensors or None"),
             ("version", isinstance(self.version, int), f"{CONFIG_VERSION}"),
-            ("shadow", count and self.shadow >= 0, "how many calls of each kind are compared; 0 is none"),
             ("budget", number and 0 <= self.budget < 1, "a number from 0 (exact) to below 1; 0.1 % is 0.001"),
         ):
             value = getattr(self, name)
             if not fits or (isinstance(value, bool) and name != "monitor"):
                 raise ConfigError(f"adaattn.{name}: got {value!r}, expected {expected}")
-        if self.mismatch not in MISMATCHES:
-            raise ConfigError(unknown("adaattn.mismatch", str(self.mismatch), MISMATCHES))
-        if self.mismatch != "raise" and not self.shadow:
-            raise ConfigError(
-                f"adaattn.mismatch: got {self.mismatch!r} without adaattn.shadow, expected both: it says what to do if "
-                "calls computed twice differ; set adaattn.shadow to the number of these calls, or remove mismatch"
-            )
         if self.version != CONFIG_VERSION:
             raise ConfigError(
                 f"adaattn.version: got {self.version}, this version of adaattn_hf reads {CONFIG_VERSION}; "
@@ -161,7 +148,7 @@ def settings_of(raw: Any, bound: bool = False) -> AdaAttnConfig:
     settings = AdaAttnConfig.from_dict(raw)
     if len(_parsed) >= _PARSED_LIMIT:
         _parsed.clear()
-    # a copy of the top level: whoever sets `config.adaattn["shadow"]` in place is heard
+    # a copy of the top level: whoever sets `config.adaattn["monitor"]` in place is heard
     _parsed[id(raw)] = (raw, dict(raw), settings)
     if settings.plan is None and (settings.budget > 0 or settings.monitor or settings.tensors) and not bound:
         percent, asks = "0.1", "monitor is to watch a plan" if settings.monitor else "tensors belong to a plan"

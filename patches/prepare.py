@@ -63,9 +63,7 @@ def _give_cache(
     return None
 
 
-def prepare(
-    model: Model, *, unpad: bool = True, cache: str | None = None, streaming: bool | None = None, on_padded: str = "run"
-) -> Model:
+def prepare(model: Model, *, unpad: bool = True, cache: str | None = None, streaming: bool | None = None) -> Model:
     """The same model, which computes real tokens only and whose caches grow in place.
 
     With `unpad`, padding is taken out where the model is entered and put back, as zeros, where it is left, so
@@ -84,20 +82,16 @@ def prepare(
             `AdaAttnCache`. None: what the model's plan was verified with, else numbers.
         streaming: Heads to which the model's plan gives a window keep that in the cache; see `AdaAttnCache`. None: as
             the plan was verified, with `cache`.
-        on_padded: `"run"` runs calls that need their padding with it; `"raise"` raises `PaddedCallError`.
 
     Returns:
         `model`.
 
     Raises:
         PrepareError: `unpad` cannot be exact for this model; says every reason. Nothing is changed then.
-        ValueError: Unknown `on_padded`, a `cache` that this model cannot read, or `streaming` without a plan that has
-            windows.
+        ValueError: A `cache` that this model cannot read, or `streaming` without a plan that has windows.
     """
     root = model_in(model)
     refuse_no_model(root)
-    if on_padded not in ("run", "raise"):
-        raise ValueError(f"on_padded: got {on_padded!r}, expected one of run, raise")
     towers = [tower for _, tower in towers_of(root)]
     if not towers:
         raise PrepareError(f"model: {type(root).__name__} holds no Transformers model")
@@ -123,7 +117,6 @@ def prepare(
                         f"unpad: {type(tower).__name__} cannot run without its padding: {'; '.join(reasons)}. Use "
                         "prepare(model, unpad=False), or leave it unprepared: its attention skips padding in any case"
                     )
-                unpadding.on_padded = on_padded
                 unpadding.install()
                 parts.append(unpadding)
                 if any(tower is module for module in called_directly(root)):

@@ -35,7 +35,7 @@ _LAUNCHED_PAIRS, _LAUNCHED_PER_KEY = 1 << 23, 1 << 14
 _LONG_KEYS, _LONG_PAIRS, _LONG_PAIRS_SMALL = 2048, 1 << 25, 1 << 27
 _MIDDLE_KEYS, _MIDDLE_PAIRS = 1024, 1 << 26
 
-# Channels of a head up to which our own kernels are faster than flash-attn 4's over lists of blocks.
+# Channels of a narrow head, of which our kernels need more pairs to be ahead.
 _SMALL_HEAD = 64
 
 # Channels of a head with which packed documents of so many keys at most, down to a power of two, take our kernel for
@@ -51,13 +51,6 @@ def _from_memory(kind: CallKind) -> bool:
 
 def _small(kind: CallKind) -> bool:
     return max(kind.head_dim, kind.head_dim_v) <= _SMALL_HEAD
-
-
-def _ours_per_head(kind: CallKind) -> bool:
-    if not kind.per_head:
-        return False
-    light = kind.decode or kind.pairs < _HEAVY_PAIRS
-    return light or _small(kind) or (not kind.needs_grad and TRITON.specialised(kind))
 
 
 def _special(kind: CallKind) -> bool:
@@ -137,9 +130,7 @@ RULES = (
          "gpu_plans.md#masks"),
     Rule("a compiled step", lambda kind: kind.compiling and kind.decode and (not kind.per_head),
          ("triton", "sdpa", "eager"), "gpu_plans.md#generation-with-a-static-cache"),
-    Rule("rules per head: light, small heads, Hopper", _ours_per_head, ("triton", "fa4"),
-         "gpu_plans.md#windows-per-head-prefill"),
-    Rule("rules per head", lambda kind: kind.per_head, ("fa4", "triton"), "gpu_plans.md#windows-per-head-prefill"),
+    Rule("rules per head", lambda kind: kind.per_head, ("triton",), "gpu_plans.md#windows-per-head-prefill"),
     Rule("plain step: heavy, or float32", _shared_step, ("triton", "sdpa", "eager"),
          "gpu_plans.md#decode-steps-each-with-a-new-number-of-keys"),
     Rule("plain causal, heavy, on Hopper", lambda kind: _heavy(kind) and _ahead(kind),

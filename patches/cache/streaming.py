@@ -321,7 +321,7 @@ def _nobody_looks(module: nn.Module, wanted: bool) -> None:
     if not torch.compiler.is_compiling():  # in a graph nobody listens
         settings = settings_in(getattr(module, "config", None))
         who |= dict.fromkeys((listener.whole for listener in listeners() if listener.whole), True)
-        who |= {"adaattn.monitor": settings.monitor, "adaattn.shadow": settings.shadow > 0}
+        who["adaattn.monitor"] = settings.monitor
     if any(who.values()):
         raise ValueError(
             f"cache: {', '.join(name for name, holds in who.items() if holds)} asks for all keys, which streaming "

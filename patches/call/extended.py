@@ -77,10 +77,6 @@ def attend_extended(
             from ..observe.monitoring import watched
 
             bound_layer = watched(module, bound_layer, call.dequantised())
-        if settings.shadow and not compiling:
-            from ..observe.shadow import Shadow
-
-            heard_by = (Shadow(bound_layer, settings), *heard_by)
         if bound_layer is None:
             out = attend(call, forced).out
         else:

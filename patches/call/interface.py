@@ -164,7 +164,7 @@ def attend_ordinary(
     raw = None if config is None else object.__getattribute__(config, "__dict__").get("adaattn")
     if raw is not None:
         settings = settings_of(raw, LAYER in fields)
-        if settings.monitor or settings.shadow or (settings.plan is not None and LAYER not in fields):
+        if settings.monitor or (settings.plan is not None and LAYER not in fields):
             return None  # also where it is said that a plan is not bound
         backend = settings.backend if backend is None else backend
     call.structure = structure

@@ -40,7 +40,7 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
     if not isinstance(settings, (AdaAttnConfig, str)):
         raise ConfigError(
             f"settings: got {settings!r:.80}, expected an AdaAttnConfig or the name of a preset; call "
-            "adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(shadow=3)), say"
+            "adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(budget=0.01)), say"
         )
     configs = [config for config in configs_of(inner) if isinstance(config, PreTrainedConfig)]
     if not configs:

@@ -35,10 +35,6 @@ _EVERY_TOKEN = ("ForTokenClassification", "ForQuestionAnswering")
 _CALLERS = ("sentence_transformers.",)
 
 
-class PaddedCallError(RuntimeError):
-    """A padded call cannot be packed, and the model was prepared with `on_padded="raise"`."""
-
-
 @dataclass
 class _Frame:
     # a call of a hooked module that is under way, and the outputs that are padded already
@@ -75,7 +71,7 @@ class Unpadding:
 
     def __init__(self, top: nn.Module, trunk: nn.Module) -> None:
         """Registers nothing yet; `install` does."""
-        self.top, self.trunk, self.on_padded = top, trunk, "run"
+        self.top, self.trunk = top, trunk
         self.calls: Counter[str] = Counter()
         config: Any = trunk.config
         self.config = config
@@ -154,11 +150,6 @@ class Unpadding:
             if not at_trunk:
                 return None
             self.calls[layout] += 1
-            if layout not in FREE and self.on_padded == "raise":
-                raise PaddedCallError(
-                    f"{type(self.top).__name__}: this call cannot run without its padding: {layout}. "
-                    "Change the call, or prepare the model with on_padded='run'"
-                )
             if layout not in FREE and self.calls[layout] == 1:
                 logger.info("adaattn: %s runs with its padding: %s", type(self.top).__name__, layout)
             return None

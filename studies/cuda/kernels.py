@@ -107,7 +107,7 @@ def prefill(section: Section) -> None:
                 beside = {"sdpa": stock(r), "exact, auto": by("auto", bare)}
                 if ON_CUDA and len(set(windows)) > 2:
                     beside["flex"] = _flex(r, lambda b, h, q, k: (k <= q) & ((q - k < table[h]) | (k < 16)))
-                timed(row, r, "fa4", "triton", "auto", beside=beside)
+                timed(row, r, "triton", "auto", beside=beside)
 
             section.add(f"{thousand}k, {name}", cell)
 

@@ -203,15 +203,13 @@ CASES: dict[str, tuple[Case, ...]] = {
          "adaattn.preset | got 'fast' with a budget of 0 | expected the settings | configure(model, 'fast')"),
         ("name a preset that does not exist", lambda: run_with(preset="fasd"),
          "preset | got 'fasd' | expected one of | Did you mean 'fast'?"),
-        ("set mismatch without shadow", lambda: run_with(mismatch="warn"),
-         "adaattn.mismatch | got 'warn' | expected both | set adaattn.shadow"),
         ("load a configuration with unverified: true", lambda: run_with(unverified=True),
          "adaattn.unverified | got True | expected no such setting | load_plan(model, unverified=True)"),
         ("write the name of a preset in place of the settings",
          lambda: adaattn_hf.AdaAttnConfig.from_dict("fast"),  # type: ignore[arg-type]
          "config.adaattn | got str | expected a mapping | configure(model, adaattn_hf.AdaAttnConfig(...))"),
-        ("give configure a dictionary", lambda: adaattn_hf.configure(torch.nn.Linear(2, 2), {"shadow": 3}),  # type: ignore[arg-type]
-         "settings | got {'shadow': 3} | expected an AdaAttnConfig | configure(model, adaattn_hf.AdaAttnConfig"),
+        ("give configure a dictionary", lambda: adaattn_hf.configure(torch.nn.Linear(2, 2), {"monitor": True}),  # type: ignore[arg-type]
+         "settings | got {'monitor': True} | expected an AdaAttnConfig | configure(model, adaattn_hf.AdaAttnConfig"),
         ("give a budget in percent", lambda: adaattn_hf.AdaAttnConfig(budget=5),
          "adaattn.budget | got 5 | from 0 (exact) to below 1 | 0.1 % is 0.001"),
         ("load settings of another version", lambda: adaattn_hf.AdaAttnConfig.from_dict({"version": 99}),

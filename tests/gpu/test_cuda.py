@@ -4,7 +4,6 @@ import copy
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -492,46 +491,3 @@ def test_a_launch_is_captured_and_replayed() -> None:
         tensor.copy_(torch.randn_like(tensor))
     graph.replay()
     torch.testing.assert_close(out.double(), reference.attention(asked).out, atol=2e-2, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["causal", "full", "suffix", "left padding", "documents"])
-def test_windows_per_head_equal_the_definition(name: str) -> None:
-    """flash-attn 4 over lists of blocks, those by blocks of keys for its gradients, too; within twice eager's error."""
-    n = 700
-    real = torch.ones(2, n, dtype=torch.bool, device="cuda")
-    real[0, :300] = False
-    numbers = (torch.arange(n, device="cuda")[None] // 230).expand(2, -1)
-    structure = {
-        "causal": MaskStructure(2, n, n, causal=True),
-        "full": MaskStructure(2, n, n),
-        "suffix": MaskStructure(2, 140, n, causal=True, q_offset=n - 140),
-        "left padding": MaskStructure(2, n, n, causal=True, key_padding=real),
-        "documents": MaskStructure(2, n, n, causal=True, q_segments=numbers, k_segments=numbers),
-    }[name]
-    rule = HeadRules((0, 150), (0, 5), ("model",) * 2)
-    call = make(structure, torch.bfloat16, 64, per_head=rule)
-    leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
-    asked = AttentionCall(*leaves, structure, call.scaling, per_head=rule)
-    if reasons := refusals_of("fa4", asked.checked_kind(named=True)):
-        pytest.skip("; ".join(reasons))
-    # for eager, which knows no rules of heads, the same as a mask
-    seen = [s.visible(device="cuda") for s in (structure, structure.with_changes(window=150, sinks=5))]
-    mask = torch.cat([s.expand(2, 4, -1, -1) for s in seen], 1)
-    dense = MaskStructure(2, structure.q_len, n, mask=mask)
-    truth = reference.attention(call).out
-    masked = AttentionCall(call.query, call.key, call.value, dense, call.scaling)
-    torch.testing.assert_close(reference.attention(masked).out, truth)
-    close(attended(BACKENDS["fa4"], call).out, masked, truth)
-    weight = torch.randn(truth.shape, device="cuda", dtype=torch.float64)
-
-    def gradients(compute: Any, shape: MaskStructure, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        r = AttentionCall(*tensors, shape, call.scaling, per_head=rule if shape is structure else None)
-        grads = torch.autograd.grad((compute(r).out.double() * weight).sum(), tensors)
-        return [grad.double() for grad in grads]
-
-    ours = gradients(partial(attended, "fa4"), structure, *leaves)
-    eager = gradients(partial(attended, "eager"), dense, *leaves)
-    doubles = [t.detach().double().requires_grad_() for t in leaves]
-    true = gradients(reference.attention, structure, *doubles)
-    for a, e, b in zip(ours, eager, true, strict=True):
-        assert (a - b).abs().max() <= 2 * (e - b).abs().max() + 2**-7 * b.abs().max()

@@ -14,9 +14,8 @@ from torch import Tensor
 
 import adaattn_hf
 
-from ..support.choices import make_choice
 from ..support.models import assert_same, config_of, fresh_pair, padding, tokens
-from ..support.plans import give, lora
+from ..support.plans import lora
 
 FAMILIES = ("gpt2", "bert", "llama")
 HEADS: dict[str, Any] = {"gpt2": tf.GPT2LMHeadModel, "bert": tf.BertForMaskedLM, "llama": tf.LlamaForCausalLM}
@@ -176,50 +175,6 @@ def test_packed_batches_train_like_separate_documents(family: str, tmp_path: Pat
         for name, model in (("ours", ours), ("stock", stock))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def test_callback_adds_its_numbers_to_every_log(tmp_path: Path) -> None:
-    heard: list[dict[str, float]] = []
-
-    class Listener(tf.TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            heard.append(dict(kwargs["logs"]))
-
-    trainer = tf.Trainer(
-        model=model_of("llama", "adaattn"), args=arguments(tmp_path, max_steps=4, logging_steps=2),
-        train_dataset=examples(32), callbacks=[Listener()],
-    )  # fmt: skip
-    adaattn_hf.AdaAttnCallback().attach(trainer)
-    trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logged) == 2
-    for entry, said in zip(logged, heard, strict=False):
-        assert entry["adaattn/calls"] == 2 * 2  # layers x steps
-        shares = [value for name, value in entry.items() if name.startswith("adaattn/backend/")]
-        assert sum(shares) == pytest.approx(1.0)
-        assert said["adaattn/calls"] == entry["adaattn/calls"]
-    from adaattn_hf.attention.listeners import listeners
-
-    assert listeners() == ()
-
-
-def test_callback_reports_the_plan() -> None:
-    from adaattn_hf.patches.observe.trainer import plan_statistics
-    from adaattn_hf.plans.plan import UnitRecord
-
-    model = model_of("llama", "adaattn").eval()
-    assert plan_statistics(model) == {}
-    units = (UnitRecord(1, 0, 0.002, 1.0, 4.0, 0.0, 0.0, 0.0), UnitRecord(1, 1, 0.0, 4.0, 4.0, 0.0, 0.0, 0.0))
-    give(model, {1: (make_choice("window", 4), make_choice())}, units=units)
-    adaattn_hf.load_plan(model)
-    assert plan_statistics(model) == {
-        "adaattn/plan/heads": 2.0,
-        "adaattn/plan/window": 1.0,
-        "adaattn/plan/exact": 1.0,
-        "adaattn/plan/predicted_risk": 0.002,
-        "adaattn/plan/price": 5 / 8,
-        "adaattn/plan/verified_upper": 5e-4,
-    }
 
 
 @pytest.mark.parametrize("placed", ["device_map", "device_map with disk", "cpu_offload", "disk_offload"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from adaattn_hf.attention import kind, reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
-from adaattn_hf.backends.sdpa import SdpaBackend, decode, dispatch, kernels, masked
+from adaattn_hf.backends.sdpa import SdpaBackend, dispatch, kernels, masked
 from adaattn_hf.backends.sdpa.masked import Band
 
 from ..support.calls import HALF, assert_right, assert_right_gradients, attended, calls, generator, gradchecked, leaves
@@ -25,8 +25,6 @@ def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "SMALL_PAIRS", 0)
         patch.setattr(dispatch, "SHORT_KEYS", 0)
-        for name in ("SHORT_KEYS", "FEW_KEYS_HALF"):
-            patch.setattr(decode, name, 0)
         for name, value in BANDS.items():
             patch.setattr(masked, name, value)
         if request.param == "kept in no memory":
@@ -122,10 +120,8 @@ STEPS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("share", [0.25, 0.9], ids=["rows walked", "rows masked"])
 @pytest.mark.parametrize("case", list(STEPS))
-def test_one_query(case: str, share: float, groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "PADDING_SHARE", share)
+def test_one_query(case: str, groups: int, dtype: torch.dtype) -> None:
     # two layouts: keys in a cache of their own, and a slice of a wider one; queries with and without gaps
     wide, apart = (torch.randn(2, 3, 2, 12, 16).to(dtype), torch.randn(3, 2 * groups, 1, 16, 2).to(dtype)[..., 0])
     for query, (key, value) in zip(

@@ -119,8 +119,6 @@ def models(bert: Any, gpt2: Any, llama: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name} padded", tuple(model(input_ids=ids, attention_mask=mask).values())[:1]
             adaattn_hf.prepare(model)
             yield f"{name} prepared", tuple(model(input_ids=ids, attention_mask=mask).values())[:1]
-            model.config.adaattn = {"shadow": 1}
-            yield f"{name} shadowed", tuple(model(input_ids=ids, attention_mask=mask).values())[:1]
     yield "bert in words", str(adaattn_hf.explain(bert))
     with torch.no_grad():
         cache = adaattn_hf.GrowingCache(config=llama.config)

@@ -66,7 +66,7 @@ def test_every_level_of_the_library_is_in_the_table_above() -> None:
     ("fa2", (7, 5), "flash-attn has no kernels for compute capability 7.5"), ("fa2", (9, 0), ""),
     ("fa3", (8, 0), "flash-attn 3 has no kernels for compute capability 8.0"),
     ("fa3_fwd", (10, 0), "fa3-fwd has no kernels for compute capability 10.0"), ("fa3_fwd", (9, 0), ""),
-    ("fa4", (8, 9), "Hopper and datacentre Blackwell"),
+    ("fa4", (8, 9), "flash-attn 4 has no kernels for compute capability 8.9"),
     ("triton", (7, 5), "from compute capability 8.0 on, got 7.5"), ("triton", (8, 0), ""),
 ])  # fmt: skip
 def test_what_a_cuda_device_cannot_do_is_refused_by_name(

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", minversion="3.6", reason="Gluon and knobs
 
 from adaattn_hf.attention.call import AttentionCall  # noqa: E402
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
-from adaattn_hf.attention.kind import GRAD, HEAD_WINDOWS, PER_HEAD  # noqa: E402
+from adaattn_hf.attention.kind import GRAD  # noqa: E402
 from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
 from adaattn_hf.backends.triton import forward, launch, specialised, tiling  # noqa: E402
@@ -233,12 +233,6 @@ def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> 
 
 
 @pytest.mark.usefixtures("on_hopper")
-def test_windows_per_head_on_hopper_prefer_our_kernels_to_flash_attn() -> None:
-    assert order_of(HEAD_WINDOWS, PER_HEAD) == ("triton", "fa4")
-    assert order_of(HEAD_WINDOWS, PER_HEAD, GRAD) == ("fa4", "triton")
-
-
-@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("lacks", ["another device", "an older Triton", "Triton"])
 def test_elsewhere_the_order_stays(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     if lacks == "another device":
@@ -248,7 +242,6 @@ def test_elsewhere_the_order_stays(monkeypatch: pytest.MonkeyPatch, lacks: str) 
     else:
         monkeypatch.setattr(order.TRITON, "missing", lambda: ("triton is not installed",))
     assert "triton" not in order_of()
-    assert order_of(HEAD_WINDOWS, PER_HEAD) == ("fa4", "triton")
 
 
 @pytest.mark.parametrize(("version", "is_there"), [("3.5.1", False), ("3.6.0", True), ("3.10.0", True)])

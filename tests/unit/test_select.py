@@ -194,13 +194,9 @@ def test_heavy_steps_are_ours_on_hopper(pairs: int, hopper: bool, monkeypatch: p
     assert (select.order(kind_with(ONE_QUERY, **step | heads))[0] == "triton") is (hopper and pairs == 1 << 20)
 
 
-def test_light_calls_and_small_heads_go_to_our_own_kernel_and_other_windows_to_flash_attn() -> None:
+def test_windows_per_head_go_to_our_own_kernel_and_exact_heavy_calls_to_flash_attn() -> None:
     """As docs/results/gpu_plans.md has it; exact heavy calls go to the build for inference first."""
-    bits, wide = (HEAD_WINDOWS, PER_HEAD), {"head_dim": 128, "head_dim_v": 128}
-    assert select.order(kind_with(*bits, device="cuda", **wide, pairs=1 << 30)) == ("fa4", "triton")
-    assert select.order(kind_with(*bits, device="cuda", **wide, pairs=1 << 29)) == ("triton", "fa4")
-    small = {"head_dim": 64, "head_dim_v": 64}
-    assert select.order(kind_with(*bits, device="cuda", **small, pairs=1 << 33)) == ("triton", "fa4")
+    assert select.order(kind_with(HEAD_WINDOWS, PER_HEAD, device="cuda", pairs=1 << 30)) == ("triton",)
     assert select.order(kind_with(device="cuda", shape="causal", pairs=1 << 33))[:2] == ("fa3_fwd", "fa4")
 
 

@@ -21,7 +21,6 @@ from ..support.plans import give, plan_for
     ({"preset": "long_context", "monitor": True}, "got 'long_context' with a budget of 0"),
     ({"preset": "nonsense"}, "preset: got 'nonsense', expected one of balanced, exact, fast, long_context"),
     ({"preset": "fasd", "budget": 0.1}, "Did you mean 'fast'"),
-    ({"mismatch": "warn"}, "got 'warn' without adaattn.shadow.*set adaattn.shadow"),
     ({"unverified": True}, r"expected no such setting: no file.*load_plan\(model, unverified=True\)"),
     ({"unverified": False}, "expected no such setting"),
     ("fast", r"got str, expected a mapping of settings; adaattn_hf.configure\(model, adaattn_hf.AdaAttnConfig"),
@@ -64,7 +63,7 @@ def test_what_only_a_plan_can_use_is_said_once(settings: Any, says: str) -> None
 def test_settings_with_an_effect_are_kept() -> None:
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=2))
-    for settings in ({}, {"shadow": 1, "mismatch": "warn"}, {"preset": "fast", "budget": 0.01, "plan": plan.to_dict()}):
+    for settings in ({}, {"backend": "sdpa"}, {"preset": "fast", "budget": 0.01, "plan": plan.to_dict()}):
         model.config.adaattn = settings
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +15,7 @@ from ...attention.kind import (
     COMPILING,
     DROPOUT,
     GRAD,
-    HEAD_BF16,
-    HEAD_WINDOWS,
     LSE,
-    ONE_QUERY,
     OPAQUE,
     SINKS,
     SOFTCAP,
@@ -27,10 +24,10 @@ from ...attention.kind import (
     CallKind,
 )
 from ...attention.structure import MaskStructure
-from ..base import Backend, Kernel, Supports, derived_on, installed
+from ..base import Backend, Kernel, Supports, installed
 
 if TYPE_CHECKING:
-    from ...attention.heads import HeadRules, HeadWindows
+    from ...attention.heads import HeadRules
     from ...attention.packing import Packed
 
 
@@ -85,8 +82,6 @@ class FlashBackend(Backend):
         on_cuda = kind.device.type == "cuda"
         if on_cuda and (facts := capability(kind.device)) and not self.devices[0] <= facts.sm < self.devices[1]:
             reasons.append(f"{self.product} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
-        if kind.features & WINDOW_SINKS and kind.shape != "full":
-            reasons.append("flash-attn has no sink tokens beside a window")
         for needed, feature, name in (
             (kind.needs_grad, "BACKWARD", "the backward pass"),
             (kind.features & WINDOW, "LOCAL", "windows"),
@@ -94,22 +89,20 @@ class FlashBackend(Backend):
         ):
             if needed and _made_without(self.flags_module, feature):
                 reasons.append(f"{self.product} was built without {name}")
-        reasons += _packed_refusals(kind, "flash-attn's packed kernels")
-        if kind.compiling and kind.shape == "ragged":
-            reasons.append("the segments of a padded batch cannot be read while a graph is traced")
-        return tuple(reasons)
+        if kind.features & WINDOW_SINKS and kind.shape != "full":
+            reasons.append("flash-attn has no sink tokens beside a window")
+        return (*reasons, *(_packed_refusals(kind) if kind.shape == "ragged" else ()))
 
     def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One dense call, or one variable-length call over the segments."""
         kernels = importlib.import_module(self.module)
 
         def attend(call: AttentionCall) -> AttentionResult:
-            structure = call.structure
-            arguments = _arguments(call, structure.window if structure.windowed else None, -1)
+            arguments = _arguments(call, -1)
             if self.version == 2:
                 arguments["dropout_p"] = call.dropout
             else:
-                arguments["num_splits"] = 0 if structure.q_len == 1 else 1  # 0: as many as fill the device
+                arguments["num_splits"] = 0 if call.structure.q_len == 1 else 1  # 0: as many as fill the device
             if call.need_lse:
                 arguments["return_attn_probs"] = True
             return attend_runs(call, kernels, arguments)
@@ -129,24 +122,26 @@ _COMPILER = "cutlass"
 """Of several wheels: the directory alone may be there of one that holds libraries."""
 
 
-class Flash4Backend(Backend):
-    """Dense and packed calls by its own kernels; windows per head, and sinks beside a window, by lists of blocks."""
+class Flash4Backend(FlashBackend):
+    """flash-attn 4's dense and packed kernels, which are compiled when they are first called."""
 
-    name, package = "fa4", "flash_attn"
-    supports = Supports(
-        "flash-attn 4's kernels",
-        SOFTCAP | SINKS | LSE | GRAD | COMPILING | OPAQUE | HEAD_WINDOWS,
-        "cuda",
-        _HALF,
-        dense=False,
-        unless=(
-            (SOFTCAP | GRAD, "flash-attn 4 has no gradient through a softcap"),
-            (COMPILING, "flash-attn 4 is compiled as it is called, which a traced graph cannot hold"),
-            (HEAD_WINDOWS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
-            (WINDOW | WINDOW_SINKS | ONE_QUERY, "flash-attn 4 does not share out the keys of one query"),
-            (LSE | GRAD, "flash-attn 4's log-sum-exp is not differentiated"),
-        ),
-    )
+    def __init__(self) -> None:
+        """For Hopper and datacentre Blackwell: what it offers other devices nobody has run here."""
+        super().__init__("fa4", 4, "flash_attn.cute", "flash-attn 4", ((9, 0), (12, 0)))
+
+    def __post_init__(self) -> None:
+        """Says what it serves."""
+        super().__post_init__()
+        self.supports = replace(
+            self.supports,
+            kernels="flash-attn 4's kernels",
+            features=self.supports.features | SINKS,
+            unless=(
+                (SOFTCAP | GRAD, "flash-attn 4 has no gradient through a softcap"),
+                (COMPILING, "flash-attn 4 is compiled as it is called, which a traced graph cannot hold"),
+                (LSE | GRAD, "flash-attn 4's log-sum-exp is not differentiated"),
+            ),
+        )
 
     def missing(self) -> tuple[str, ...]:
         """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
@@ -158,100 +153,46 @@ class Flash4Backend(Backend):
 
     def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """What flash-attn 4's kernels cannot compute."""
-        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
-
-        features = kind.features
-        # in bfloat16 nothing has to be rounded for heads that compute in it
-        rounded = kind._replace(features=features & ~HEAD_BF16) if kind.dtype == torch.bfloat16 else kind
-        reasons = list(super().refusals(rounded))
-        device = capability(kind.device) if kind.device.type == "cuda" else None
-        if kind.device.type == "cuda" and (device is None or device.sm < (9, 0) or device.sm >= (12, 0)):
-            # what it offers other devices nobody has run here
-            reasons.append("flash-attn 4 serves Hopper and datacentre Blackwell devices")
-        lists_needed = features & HEAD_WINDOWS or (features & WINDOW_SINKS and features & WINDOW)
-        widest = max(kind.head_dim, kind.head_dim_v)
-        limit = 128 if lists_needed or kind.needs_grad else 256
-        if widest > limit or widest % 8 or kind.head_dim != kind.head_dim_v:
-            reasons.append(
-                f"flash-attn 4 serves this with equal head sizes of keys and values up to {limit} that are multiples "
-                f"of 8, got {kind.head_dim} and {kind.head_dim_v}"
-            )
-        if lists_needed and not installed("triton"):
-            reasons.append("lists of blocks are made by Triton kernels, and triton is not installed")
-        return (*reasons, *_packed_refusals(kind, "flash-attn 4's packed kernels"))
+        reasons = super().refusals(kind)
+        if kind.needs_grad and kind.head_dim > 128:
+            reasons += (f"flash-attn 4 has gradients of heads of up to 128 channels, got {kind.head_dim}",)
+        return reasons
 
     def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
-        """One launch: dense, over packed segments, or over lists of blocks."""
-        return attend
+        """One dense call, or one over packed segments."""
+        return _attend_by_4
 
 
-def attend(call: AttentionCall) -> AttentionResult:
-    """By packed or dense kernels where one window serves all heads, else by lists of blocks."""
-    # its kernels and those that make lists are launched on the current device; see `triton.launch.Launcher`
+def _attend_by_4(call: AttentionCall) -> AttentionResult:
+    # its kernels are launched on the current device; see `triton.launch.Launcher`
     device = call.query.get_device()
     # `torch.cuda.current_device()` would first ask whether CUDA is set up, which a tensor there has answered
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return attend(call)
-    from ...attention.heads import ALL, head_windows
-
-    windows = head_windows(call.structure, call.per_head, call.key.shape[1])
-    if windows is not None and (len(set(windows)) > 1 or windows[0][1]):
-        return _attend_by_lists(call, windows)
-    window = None if windows is None or windows[0][0] >= ALL else windows[0][0]
-    return attend_runs(call, importlib.import_module("flash_attn.cute"), _arguments_of_4(call, window))
-
-
-def _attend_by_lists(call: AttentionCall, windows: HeadWindows) -> AttentionResult:
-    """Heads of different windows, or sinks beside a window: blocks by lists, their borders by a mask."""
-    fa4_lists = importlib.import_module(f"{__package__}.fa4_lists")
-    structure, groups = call.structure, call.query.shape[1] // call.key.shape[1]
-    # where every query sees one run the mask needs no table, and the kernels align causality to the last key
-    plain, kv_len = structure.plain and (structure.causal or structure.offset() == 0), structure.kv_len
-    if plain and structure.causal:
-        kv_len = min(kv_len, structure.offset() + structure.q_len)
-    lists, tables, _ = derived_on(structure, call.query.device, fa4_lists.make_lists, windows, groups, kv_len, plain)
-    grad = call.query.requires_grad or call.key.requires_grad or call.value.requires_grad
-    mask = f"{'causal' if structure.causal else 'both_ways'}{'' if plain else '_runs'}"
-    blocks = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-    size = fa4_lists.BLOCK, fa4_lists.BLOCK
-    more = {}
-    if grad:
-        by_keys = derived_on(structure, call.query.device, fa4_lists.turned_lists, windows, groups, kv_len, plain)
-        more["block_sparse_tensors_bwd"] = blocks(*by_keys, block_size=size)
-    out, lse = importlib.import_module("flash_attn.cute").flash_attn_func(
-        call.query.transpose(1, 2),
-        call.key[:, :, :kv_len].transpose(1, 2),
-        call.value[:, :, :kv_len].transpose(1, 2),
-        mask_mod=getattr(importlib.import_module(f"{__package__}.fa4_mask"), mask),
-        aux_tensors=tables,
-        block_sparse_tensors=blocks(*lists, block_size=size),
-        **_arguments_of_4(call, None) | {"causal": False, "pack_gqa": False} | more,
-    )
-    return AttentionResult(out, lse if call.need_lse else None)
-
-
-def _arguments_of_4(call: AttentionCall, window: int | None) -> dict[str, Any]:
-    return _arguments(call, window, None) | {"learnable_sink": call.sink_logits, "return_lse": call.need_lse}
+            return _attend_by_4(call)
+    arguments = _arguments(call, None) | {"learnable_sink": call.sink_logits, "return_lse": call.need_lse}
+    return attend_runs(call, importlib.import_module("flash_attn.cute"), arguments)
 
 
 # ---------------- dense calls and packed runs, of every version
-def _packed_refusals(kind: CallKind, kernels: str) -> list[str]:
+def _packed_refusals(kind: CallKind) -> list[str]:
     """Of packed kernels, which count windows from the last key of a run."""
-    reasons = []
-    if kind.shape == "ragged" and kind.features & LSE:
+    kernels, reasons = "flash-attn's packed kernels", list[str]()
+    if kind.features & LSE:
         reasons.append(f"the log-sum-exp of {kernels} is not put back in place")
-    if kind.shape == "ragged" and not kind.compiling:
-        if kind.features & BEHIND and kind.features & (WINDOW | HEAD_WINDOWS):
-            reasons.append(f"{kernels} have no window for queries behind the last key of their run")
-        if kind.decode and kind.holes is None:
-            reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
+    if kind.compiling:
+        reasons.append("the segments of a padded batch cannot be read while a graph is traced")
+    elif kind.features & BEHIND and kind.features & WINDOW:
+        reasons.append(f"{kernels} have no window for queries behind the last key of their run")
+    if not kind.compiling and kind.decode and kind.holes is None:
+        reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
     return reasons
 
 
-def _arguments(call: AttentionCall, window: int | None, endless: int | None) -> dict[str, Any]:
+def _arguments(call: AttentionCall, endless: int | None) -> dict[str, Any]:
     """Keywords of every version's dense and packed kernel; `endless` stands for a side of a window without an end."""
-    causal, cap = call.structure.causal, call.softcap or 0.0
+    structure, cap = call.structure, call.softcap or 0.0
+    causal, window = structure.causal, structure.window if structure.windowed else None
     sides = (endless, endless) if window is None else (window - 1, 0 if causal else window - 1)
     return {"softmax_scale": call.scaling, "causal": causal, "window_size": sides, "softcap": cap}
 

@@ -13,10 +13,12 @@ from ...attention.kind import BIAS, COMPILING, DROPOUT, OPAQUE, SINKS, SOFTCAP, 
 from ...attention.packing import FROM_FIRST
 from ...attention.tracing import transform_at_work
 from ..base import Kernel
-from .decode import SHORT_KEYS, attend_few
 from .kernels import bare_operator, dense_last, operator, steps_by_flash
 from .masked import added, additive_mask, in_bands, masked_call
 from .packed import layout_of, packed_attention, walks_runs
+
+SHORT_KEYS = 128
+"""Keys up to which a processor serves one query quickest by the plain operator; measured on two AVX-512 cores."""
 
 Way = Callable[[AttentionCall], "Tensor | None"]
 """Maps a call of a settled structure to the output `[batch, q_len, heads, head_dim_v]`; None where it needs bands."""
@@ -77,8 +79,6 @@ def way_of(kind: CallKind) -> Way:
     if one_product:
         causal = kind.shape == "causal"
         return lambda c: operator(c.query, c.key, c.value, c.scaling, None, causal, c.dropout).transpose(1, 2)
-    if kind.decode and kind.device.type == "cpu":
-        return attend_few
     if kind.light_training or (kind.shape == "ragged" and kind.holes is None and not kind.decode):
         return _masked
     fused = walks_runs(kind.device, kind.dtype, kind.head_dim, kind.head_dim_v)
@@ -94,18 +94,17 @@ def way_of(kind: CallKind) -> Way:
 
 def _step(kind: CallKind) -> Way:
     """One query: the operator's own CUDA kernels split the keys among programs and read grouped heads once."""
-    flash, cpu = steps_by_flash(kind), kind.device.type == "cpu"
-    folds = cpu and not (kind.groups == 1 and kind.dtype == torch.float32)
+    flash, folds = steps_by_flash(kind), kind.device.type == "cpu" and kind.groups > 1
 
     def step(call: AttentionCall) -> Tensor | None:
         query, key, value, structure, kv_len = call.query, call.key, call.value, call.structure, call.structure.kv_len
         stop = min(kv_len, structure.offset() + 1) if structure.causal else kv_len
         if stop < 1:
             return None
-        if folds and stop > SHORT_KEYS:
-            return attend_few(call)
         if stop < kv_len:
             key, value = key[:, :, :stop], value[:, :, :stop]
+        if folds and stop > SHORT_KEYS:
+            return masked_call(call, query, key, value, None).transpose(1, 2)
         if flash and torch.backends.cuda.flash_sdp_enabled():  # the user may have switched it off
             query, key, value = dense_last(query), dense_last(key), dense_last(value)
             scale = call.scaling

@@ -40,14 +40,14 @@ def prepare(  # type: ignore[no-untyped-def]
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64)
     i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     dv = tl.arange(0, PAD_V)
-    at = (row * tl.num_programs(1) + head) * q_len + i
+    places = (row * tl.num_programs(1) + head) * q_len + i
     out = rows_of(out_ptr + row * o_b + head * o_h, i, dv, o_n, o_d, q_len, DIM_V, PAD_V, False)
     grad = rows_of(grad_ptr + row * g_b + head * g_h, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, False)
     sums = -tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     if HAS_GRAD_LSE:
-        sums += tl.load(grad_lse_ptr + at, mask=i < q_len, other=0.0)
-    tl.store(sums_ptr + at, sums, mask=i < q_len)
-    tl.store(shift_ptr + at, -factor * tl.load(lse_ptr + at, mask=i < q_len, other=0.0), mask=i < q_len)
+        sums += tl.load(grad_lse_ptr + places, mask=i < q_len, other=0.0)
+    tl.store(sums_ptr + places, sums, mask=i < q_len)
+    tl.store(shift_ptr + places, -factor * tl.load(lse_ptr + places, mask=i < q_len, other=0.0), mask=i < q_len)
 
 
 @triton.jit
@@ -57,14 +57,14 @@ def _tile(a, b, value, grad, shift, sums, scale, softcap, HAS_CAP: tl.constexpr)
     `shift` and `sums` are what `prepare` made, and start the sums of the products: so they hold no registers of their own.
     """
     if HAS_CAP:
-        t = tanh(tl.dot(a, b, input_precision="ieee") * (scale / softcap))
-        w = tl.exp2(softcap * t * 1.4426950408889634 + shift)
+        tanh_scores = tanh(tl.dot(a, b, input_precision="ieee") * (scale / softcap))
+        weights = tl.exp2(softcap * tanh_scores * 1.4426950408889634 + shift)
     else:
-        w = tl.exp2(tl.dot(a, b, shift, input_precision="ieee") * scale)
+        weights = tl.exp2(tl.dot(a, b, shift, input_precision="ieee") * scale)
     ds = tl.dot(value, grad, sums, input_precision="ieee")
     if HAS_CAP:
-        ds = ds * (1.0 - t * t)
-    return w, ds
+        ds = ds * (1.0 - tanh_scores * tanh_scores)
+    return weights, ds
 
 
 @Launcher
@@ -81,17 +81,17 @@ def of_keys(  # type: ignore[no-untyped-def]
 
     An entry is (segment, first key, key/value head).
     """
-    row_, q_start, q_len, k_start, k_len, offset, first, kv_head, window, sinks = entry_of(
+    row_number, q_start, q_len, k_start, k_len, offset, first, kv_head, window, sinks = entry_of(
         work_ptr, segments_ptr, rules_ptr, tl.program_id(0), WINDOW
     )
-    row = row_.to(tl.int64)
+    row = row_number.to(tl.int64)
     j = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, PAD)
     dv = tl.arange(0, PAD_V)
     k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + k_start.to(tl.int64) * k_n
     v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + k_start.to(tl.int64) * v_n
-    k = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, False)
-    v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, False)
+    k_tile = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, False)
+    v_tile = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, False)
 
     # queries that see some key of the block, and those that see all of them
     last = tl.minimum(first + BLOCK_N, k_len) - 1
@@ -114,52 +114,52 @@ def of_keys(  # type: ignore[no-untyped-def]
     all_start = tl.minimum(tl.maximum(start, tl.cdiv(all_start, BLOCK_M) * BLOCK_M), tl.cdiv(stop, BLOCK_M) * BLOCK_M)
     all_start = tl.maximum(all_start, start)
     all_stop = tl.maximum(all_start, tl.minimum(all_stop, stop) // BLOCK_M * BLOCK_M)
-    before = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_M)
-    behind = tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK_M)
+    lead_tiles = tl.cdiv(tl.maximum(tl.minimum(all_start, stop) - start, 0), BLOCK_M)
+    trail_tiles = tl.cdiv(tl.maximum(stop - all_stop, 0), BLOCK_M)
 
-    dk = tl.zeros([BLOCK_N, PAD], tl.float32)
-    dvalue = tl.zeros([BLOCK_N, PAD_V], tl.float32)
+    dk_acc = tl.zeros([BLOCK_N, PAD], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, PAD_V], tl.float32)
     for member in range(0, GROUPS):
         head = kv_head * GROUPS + member
         q_base = q_ptr + row * q_b + head.to(tl.int64) * q_h + q_start.to(tl.int64) * q_n
         g_base = grad_ptr + row * g_b + head.to(tl.int64) * g_h + q_start.to(tl.int64) * g_n
         l_base = row * l_b + head * l_h + q_start
-        for tile in range(0, before + behind):
-            m = tl.where(tile < before, start + tile * BLOCK_M, all_stop + (tile - before) * BLOCK_M)
-            i = m + tl.arange(0, BLOCK_M)
-            q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
+        for tile in range(0, lead_tiles + trail_tiles):
+            tile_start = tl.where(tile < lead_tiles, start + tile * BLOCK_M, all_stop + (tile - lead_tiles) * BLOCK_M)
+            i = tile_start + tl.arange(0, BLOCK_M)
+            q_tile = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
             grad = rows_of(g_base, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, False)
             shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[None, :].broadcast_to(BLOCK_N, BLOCK_M)
             sums = tl.load(sums_ptr + l_base + i, mask=i < q_len, other=0.0)[None, :].broadcast_to(BLOCK_N, BLOCK_M)
-            w, ds = _tile(k, tl.trans(q), v, tl.trans(grad), shift, sums, scale, softcap, HAS_CAP)
-            keep = tl.trans(visible(i + offset, j, k_len, window, sinks, CAUSAL, WINDOW))
-            w = tl.where(keep & (i < q_len)[None, :], w, 0.0)
-            dvalue = tl.dot(w.to(grad.dtype), grad, dvalue, input_precision="ieee")
-            dk = tl.dot((w * ds).to(q.dtype), q, dk, input_precision="ieee")
-        for m in range(all_start, all_stop, BLOCK_M):
-            i = m + tl.arange(0, BLOCK_M)
+            weights, ds = _tile(k_tile, tl.trans(q_tile), v_tile, tl.trans(grad), shift, sums, scale, softcap, HAS_CAP)
+            seen = tl.trans(visible(i + offset, j, k_len, window, sinks, CAUSAL, WINDOW))
+            weights = tl.where(seen & (i < q_len)[None, :], weights, 0.0)
+            dv_acc = tl.dot(weights.to(grad.dtype), grad, dv_acc, input_precision="ieee")
+            dk_acc = tl.dot((weights * ds).to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
+        for tile_start in range(all_start, all_stop, BLOCK_M):
+            i = tile_start + tl.arange(0, BLOCK_M)
             if BULK:
-                q = q_bulk.load([row_, head, q_start + m, 0]).reshape(BLOCK_M, PAD)
-                grad = grad_bulk.load([row_, head, q_start + m, 0]).reshape(BLOCK_M, PAD_V)
+                q_tile = q_bulk.load([row_number, head, q_start + tile_start, 0]).reshape(BLOCK_M, PAD)
+                grad = grad_bulk.load([row_number, head, q_start + tile_start, 0]).reshape(BLOCK_M, PAD_V)
             else:
-                q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, True)
+                q_tile = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, True)
                 grad = rows_of(g_base, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, True)
             shift = tl.load(shift_ptr + l_base + i)[None, :].broadcast_to(BLOCK_N, BLOCK_M)
             sums = tl.load(sums_ptr + l_base + i)[None, :].broadcast_to(BLOCK_N, BLOCK_M)
-            w, ds = _tile(k, tl.trans(q), v, tl.trans(grad), shift, sums, scale, softcap, HAS_CAP)
-            dvalue = tl.dot(w.to(grad.dtype), grad, dvalue, input_precision="ieee")
-            dk = tl.dot((w * ds).to(q.dtype), q, dk, input_precision="ieee")
-    there = (j < k_len)[:, None]
+            weights, ds = _tile(k_tile, tl.trans(q_tile), v_tile, tl.trans(grad), shift, sums, scale, softcap, HAS_CAP)
+            dv_acc = tl.dot(weights.to(grad.dtype), grad, dv_acc, input_precision="ieee")
+            dk_acc = tl.dot((weights * ds).to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
+    valid = (j < k_len)[:, None]
     rows = (k_start + j).to(tl.int64)[:, None]
     tl.store(
         dk_ptr + row * dk_b + kv_head * dk_h + rows * dk_n + d[None, :],
-        (dk * scaling).to(dk_ptr.dtype.element_ty),
-        mask=there & (d < DIM)[None, :],
+        (dk_acc * scaling).to(dk_ptr.dtype.element_ty),
+        mask=valid & (d < DIM)[None, :],
     )
     tl.store(
         dv_ptr + row * dv_b + kv_head * dv_h + rows * dv_n + dv[None, :],
-        dvalue.to(dv_ptr.dtype.element_ty),
-        mask=there & (dv < DIM_V)[None, :],
+        dv_acc.to(dv_ptr.dtype.element_ty),
+        mask=valid & (dv < DIM_V)[None, :],
     )
 
 
@@ -184,7 +184,7 @@ def of_queries(  # type: ignore[no-untyped-def]
     dv = tl.arange(0, PAD_V)
     q_base = q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n
     g_base = grad_ptr + row * g_b + head * g_h + q_start.to(tl.int64) * g_n
-    q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
+    q_tile = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
     grad = rows_of(g_base, i, dv, g_n, g_d, q_len, DIM_V, PAD_V, False)
     l_base = row * l_b + head * l_h + q_start
     shift = tl.load(shift_ptr + l_base + i, mask=i < q_len, other=0.0)[:, None].broadcast_to(BLOCK_M, BLOCK_N)
@@ -197,24 +197,24 @@ def of_queries(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     of_sinks, of_left, of_right = edges_of(start, stop, all_start, all_stop, sinks, BLOCK_N, WINDOW)
 
-    dq = tl.zeros([BLOCK_M, PAD], tl.float32)
+    dq_acc = tl.zeros([BLOCK_M, PAD], tl.float32)
     for tile in range(0, of_sinks + of_left + of_right):
-        n, limit = edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK_N, WINDOW)
-        j = n + tl.arange(0, BLOCK_N)
-        k = rows_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False, TURNED=True)
-        v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False, TURNED=True)
-        w, ds = _tile(q, k, grad, v, shift, sums, scale, softcap, HAS_CAP)
-        w = tl.where(visible(p, j, limit, window, sinks, CAUSAL, WINDOW), w, 0.0)
-        dq = tl.dot((w * ds).to(k.dtype), tl.trans(k), dq, input_precision="ieee")
-    for n in range(all_start, all_stop, BLOCK_N):
-        j = n + tl.arange(0, BLOCK_N)
-        k = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True, TURNED=True)
-        v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, True, TURNED=True)
-        w, ds = _tile(q, k, grad, v, shift, sums, scale, softcap, HAS_CAP)
-        dq = tl.dot((w * ds).to(k.dtype), tl.trans(k), dq, input_precision="ieee")
+        tile_start, limit = edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK_N, WINDOW)
+        j = tile_start + tl.arange(0, BLOCK_N)
+        k_tile = rows_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False, TURNED=True)
+        v_tile = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False, TURNED=True)
+        weights, ds = _tile(q_tile, k_tile, grad, v_tile, shift, sums, scale, softcap, HAS_CAP)
+        weights = tl.where(visible(p, j, limit, window, sinks, CAUSAL, WINDOW), weights, 0.0)
+        dq_acc = tl.dot((weights * ds).to(k_tile.dtype), tl.trans(k_tile), dq_acc, input_precision="ieee")
+    for tile_start in range(all_start, all_stop, BLOCK_N):
+        j = tile_start + tl.arange(0, BLOCK_N)
+        k_tile = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True, TURNED=True)
+        v_tile = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, True, TURNED=True)
+        weights, ds = _tile(q_tile, k_tile, grad, v_tile, shift, sums, scale, softcap, HAS_CAP)
+        dq_acc = tl.dot((weights * ds).to(k_tile.dtype), tl.trans(k_tile), dq_acc, input_precision="ieee")
     tl.store(
         dq_ptr + row * dq_b + head * dq_h + (q_start + i).to(tl.int64)[:, None] * dq_n + d[None, :],
-        (dq * scaling).to(dq_ptr.dtype.element_ty),
+        (dq_acc * scaling).to(dq_ptr.dtype.element_ty),
         mask=(i < q_len)[:, None] & (d < DIM)[None, :],
     )
 

@@ -18,13 +18,13 @@ from .tiles import capped, step
 def _first_real(real_ptr, kv_len, LINE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Index of a row's first real key, kv_len where it has none."""
     at = 0
-    found = kv_len
-    while (found == kv_len) & (at < kv_len):
+    first = kv_len
+    while (first == kv_len) & (at < kv_len):
         j = at + tl.arange(0, LINE)
-        there = tl.load(real_ptr + j, mask=j < kv_len, other=0) != 0
-        found = tl.minimum(found, tl.min(tl.where(there, j, kv_len), 0))
+        real = tl.load(real_ptr + j, mask=j < kv_len, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(real, j, kv_len), 0))
         at += LINE
-    return found
+    return first
 
 
 @triton.jit
@@ -35,21 +35,21 @@ def _held(borders_ptr, sequence):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def reading(  # type: ignore[no-untyped-def]
-    rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until,
+    rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, max_shares, span, window, sinks, until,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, TABLE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, HAS_REAL: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
 
-    Programs are (sequence, share and head), with `most` shares of each head. With PER_HEAD `rules` `[kv_heads, 2]` says each
+    Programs are (sequence, share and head), with `max_shares` of each head. With PER_HEAD `rules` `[kv_heads, 2]` says each
     head's window and sinks. There, and of sequences of a table without padding, a head has as many shares as hold `span`
-    keys each, no more than `most`: the programs of the rest have nothing to do. A sequence is a row of `(batch row, first
+    keys each, no more than `max_shares`: the programs of the rest have nothing to do. A sequence is a row of `(batch row, first
     key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with FIND from the first one that
     `real` `[batch, kv_len]` holds to be real. With PAGE `offset_ptr` holds running sums of the sequences' lengths, each query
     stands at its last key, and `span` is the least of a share, of which a long sequence has more.
     From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from
     the sinks to the window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else
-    `u - sinks + low`.
+    `u - sinks` of the window.
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
@@ -64,34 +64,34 @@ def reading(  # type: ignore[no-untyped-def]
     if PAGE:
         k_len = _held(offset_ptr, sequence)
         at = k_len - 1
-        span = tl.maximum(span, tl.cdiv(k_len, most))
+        span = tl.maximum(span, tl.cdiv(k_len, max_shares))
     if TABLE:
         row = tl.load(rows_ptr + 4 * row).to(tl.int64)
         k_start = tl.load(rows_ptr + 4 * sequence + 1).to(tl.int32)
         k_len = tl.load(rows_ptr + 4 * sequence + 2).to(tl.int32)
         at = tl.load(rows_ptr + 4 * sequence + 3).to(tl.int32)
     elif FIND:
-        of_row = real_ptr + row * kv_len
-        k_start = _first_real(of_row, kv_len, 2048)
+        row_padding = real_ptr + row * kv_len
+        k_start = _first_real(row_padding, kv_len, 2048)
         k_len = kv_len - k_start
         at -= k_start
     stop = k_len
     if CAUSAL:
         stop = tl.minimum(k_len, at + 1)
-    low, few = 0, 0
+    window_start, sink_keys = 0, 0
     if WINDOW:
         window = tl.where(at < until, window, 1 << 30)
-        low = tl.maximum(0, at - window + 1)
-        few = tl.maximum(tl.minimum(tl.minimum(sinks, low), stop), 0)
+        window_start = tl.maximum(0, at - window + 1)
+        sink_keys = tl.maximum(tl.minimum(tl.minimum(sinks, window_start), stop), 0)
         if not CAUSAL:
             stop = tl.minimum(k_len, tl.maximum(at + window, sinks))
-    count = few + tl.maximum(stop - low, 0)
-    shares = most
+    count = sink_keys + tl.maximum(stop - window_start, 0)
+    shares = max_shares
     if PER_HEAD or PAGE or (TABLE and not HAS_REAL):
-        shares = tl.minimum(most, tl.maximum(tl.cdiv(count, span), 1))
+        shares = tl.minimum(max_shares, tl.maximum(tl.cdiv(count, span), 1))
     span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
     first = row * 0 + k_start
-    return kv_head, share, shares, row, first, few, low, share * span, tl.minimum(count, (share + 1) * span)
+    return kv_head, share, shares, row, first, sink_keys, window_start, share * span, tl.minimum(count, (share + 1) * span)  # fmt: skip
 
 
 @triton.jit
@@ -132,19 +132,19 @@ def turned(x, PADDED: tl.constexpr, ROTATION: tl.constexpr):  # type: ignore[no-
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
-    out_ptr, lse_ptr, acc, m, l, kv_head, ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr,
+    out_ptr, lse_ptr, acc, row_max, row_sum, kv_head, ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, HAS_LSE: tl.constexpr, ROTATION_V: tl.constexpr,
 ):  # fmt: skip
     """Writes the outputs of a sequence's heads, rotated back by Hadamard blocks of ROTATION_V channels unless that is 0."""
     g = tl.arange(0, ROWS)
-    acc = acc / tl.where(l == 0, 1.0, l)[:, None]
+    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if HAS_LSE:
-        lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
+        lse = (row_max + tl.log2(tl.where(row_sum == 0, 1.0, row_sum))) * 0.6931471805599453
         tl.store(lse_ptr + kv_head * GROUPS + g, lse, mask=g < GROUPS)
     if ROTATION_V and ROWS > 1 and out_ptr.dtype.element_ty != tl.float32:
-        MOST: tl.constexpr = ROWS if ROWS > 16 else 16
-        g = tl.arange(0, MOST)
-        x = tl.broadcast_to(acc[None], (MOST // ROWS, ROWS, PAD_V)).reshape(MOST, PAD_V)
+        TILE_ROWS: tl.constexpr = ROWS if ROWS > 16 else 16
+        g = tl.arange(0, TILE_ROWS)
+        x = tl.broadcast_to(acc[None], (TILE_ROWS // ROWS, ROWS, PAD_V)).reshape(TILE_ROWS, PAD_V)
         rows = out_ptr + (kv_head * GROUPS + g)[:, None] * DIM_V
         for first in range(0, DIM_V, 32):
             d = first + tl.arange(0, 32)
@@ -162,7 +162,7 @@ def _write(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _together(  # type: ignore[no-untyped-def]
-    out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
+    out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, max_shares,
     GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr, HAS_LSE: tl.constexpr,
     HEADS: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr,
 ):  # fmt: skip
@@ -172,42 +172,42 @@ def _together(  # type: ignore[no-untyped-def]
     dv = tl.arange(0, PAD_V)
     inside = g < GROUPS
     head = kv_head * GROUPS + g
-    m = tl.full([HEADS], float("-inf"), tl.float32)
-    l = tl.zeros([HEADS], tl.float32)
+    row_max = tl.full([HEADS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([HEADS], tl.float32)
     if HAS_SINK:
-        m = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-        l += 1.0
+        row_max = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        row_sum += 1.0
     acc = tl.zeros([HEADS, PAD_V], tl.float32)
     for first in range(0, shares, CHUNK):
-        at = (pair * GROUPS + g)[:, None] * most + first + c[None, :]
-        there = inside[:, None] & (first + c < shares)[None, :]
-        its_m = tl.load(stats_ptr + 2 * at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        its_l = tl.load(stats_ptr + 2 * at + 1, mask=there, other=0.0, cache_modifier=".cg")
-        its = tl.load(
-            part_ptr + at[:, :, None] * DIM_V + dv[None, None, :],
-            mask=there[:, :, None] & (dv < DIM_V)[None, None, :],
+        places = (pair * GROUPS + g)[:, None] * max_shares + first + c[None, :]
+        valid = inside[:, None] & (first + c < shares)[None, :]
+        part_max = tl.load(stats_ptr + 2 * places, mask=valid, other=float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(stats_ptr + 2 * places + 1, mask=valid, other=0.0, cache_modifier=".cg")
+        part_acc = tl.load(
+            part_ptr + places[:, :, None] * DIM_V + dv[None, None, :],
+            mask=valid[:, :, None] & (dv < DIM_V)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        top = tl.maximum(m, tl.max(its_m, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        w, decay = tl.exp2(its_m - base[:, None]), tl.exp2(m - base)
-        l = l * decay + tl.sum(its_l * w, 1)
-        acc = acc * decay[:, None] + tl.sum(its * w[:, :, None], 1)
-        m = top
-    _write(out_ptr, lse_ptr, acc, m, l, kv_head, HEADS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
+        new_max = tl.maximum(row_max, tl.max(part_max, 1))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights, rescale = tl.exp2(part_max - shift[:, None]), tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(part_sum * weights, 1)
+        acc = acc * rescale[:, None] + tl.sum(part_acc * weights[:, :, None], 1)
+        row_max = new_max
+    _write(out_ptr, lse_ptr, acc, row_max, row_sum, kv_head, HEADS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
 
 
 @triton.jit
 def finish(  # type: ignore[no-untyped-def]
-    acc, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, most,
+    acc, row_max, row_sum, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, max_shares,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr, SINGLE: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
     """Writes the output if one program reads a whole head (SINGLE), else a partial result.
 
-    `part` holds the partial outputs `[sequences, heads, most, DIM_V]`, then their maxima and sums. With LAST the last
+    `part` holds the partial outputs `[sequences, heads, max_shares, DIM_V]`, then their maxima and sums. With LAST the last
     program merges them: `done` counts the finished programs of a head and is reset to zero for the next step. Else
     `combine` does, which reads those of programs without keys, too.
     """
@@ -219,52 +219,52 @@ def finish(  # type: ignore[no-untyped-def]
     if SINGLE:
         if HAS_SINK:
             sink = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(m, sink)
-            l = l * tl.exp2(m - top) + tl.exp2(sink - top)
-            acc = acc * tl.exp2(m - top)[:, None]
-            m = top
-        _write(out_ptr, lse_ptr, acc, m, l, kv_head, ROWS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
-    elif share < (shares if LAST else most):
+            new_max = tl.maximum(row_max, sink)
+            row_sum = row_sum * tl.exp2(row_max - new_max) + tl.exp2(sink - new_max)
+            acc = acc * tl.exp2(row_max - new_max)[:, None]
+            row_max = new_max
+        _write(out_ptr, lse_ptr, acc, row_max, row_sum, kv_head, ROWS, GROUPS, DIM_V, PAD_V, HAS_LSE, ROTATION_V)
+    elif share < (shares if LAST else max_shares):
         dv = tl.arange(0, PAD_V)
         pair = (tl.program_id(0) * kv_heads + kv_head).to(tl.int64)
-        stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * kv_heads * GROUPS * most * DIM_V
-        mine = (pair * GROUPS + g) * most + share
-        tl.store(part_ptr + mine[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :])
-        tl.store(stats_ptr + 2 * mine, m, mask=inside)
-        tl.store(stats_ptr + 2 * mine + 1, l, mask=inside)
+        stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * kv_heads * GROUPS * max_shares * DIM_V
+        slots = (pair * GROUPS + g) * max_shares + share
+        tl.store(part_ptr + slots[:, None] * DIM_V + dv[None, :], acc, mask=inside[:, None] & (dv < DIM_V)[None, :])
+        tl.store(stats_ptr + 2 * slots, row_max, mask=inside)
+        tl.store(stats_ptr + 2 * slots + 1, row_sum, mask=inside)
         if LAST:
             tl.debug_barrier()  # every thread has written before one thread says so
             if tl.atomic_add(done_ptr + pair, 1, sem="acq_rel") == shares - 1:
                 tl.store(done_ptr + pair, 0)
                 _together(
-                    out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, most,
+                    out_ptr, lse_ptr, sink_ptr, part_ptr, stats_ptr, pair, kv_head, shares, max_shares,
                     GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, ROTATION_V,
                 )  # fmt: skip
 
 
 @Launcher
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["max_shares"])
 def combine(  # type: ignore[no-untyped-def]
-    out_ptr, lse_ptr, sink_ptr, part_ptr, most, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
+    out_ptr, lse_ptr, sink_ptr, part_ptr, max_shares, DIM_V: tl.constexpr, PAD_V: tl.constexpr, HAS_SINK: tl.constexpr,
     HAS_LSE: tl.constexpr, CHUNK: tl.constexpr, ROTATION_V: tl.constexpr,
 ):  # fmt: skip
     """Merges what `finish` left of one query head of one sequence: heads at once, where one program would take turns."""
     heads = tl.num_programs(1)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * heads * most * DIM_V
+    stats_ptr = part_ptr + tl.num_programs(0).to(tl.int64) * heads * max_shares * DIM_V
     _together(
         out_ptr + row * heads * DIM_V, lse_ptr + row * heads, sink_ptr, part_ptr, stats_ptr, row * heads + head, head,
-        most, most, 1, DIM_V, PAD_V, HAS_SINK, HAS_LSE, 1, CHUNK, ROTATION_V,
+        max_shares, max_shares, 1, DIM_V, PAD_V, HAS_SINK, HAS_LSE, 1, CHUNK, ROTATION_V,
     )  # fmt: skip
 
 
 # lengths grow by one in every step: they must not be compiled in
 @Launcher
-@triton.jit(do_not_specialize=["kv_len", "offset", "most", "span", "window", "sinks", "until", "pages"])
+@triton.jit(do_not_specialize=["kv_len", "offset", "max_shares", "span", "window", "sinks", "until", "pages"])
 def decode(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, rules_ptr,
     q_b, q_h, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-    kv_len, offset, kv_heads, most, span, window, sinks, until, scale, softcap,
+    kv_len, offset, kv_heads, max_shares, span, window, sinks, until, scale, softcap,
     own_k_ptr, own_v_ptr, own_k_b, own_k_h, own_k_d, own_v_b, own_v_h, own_v_d, pages,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -279,14 +279,14 @@ def decode(  # type: ignore[no-untyped-def]
     many, whose numbers are the sequence's row of `rows` `[sequences, pages]`; ONE_PAGE: each tile lies in one. The program
     that reads a head's last key and value writes them there first, from `own_k` and `own_v` `[sequences, kv_heads, channels]`.
     """
-    kv_head, share, shares, row, first, few, low, start, end = reading(
-        rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, most, span, window, sinks, until, BLOCK_N,
+    kv_head, share, shares, row, first, sink_keys, window_start, start, end = reading(
+        rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, max_shares, span, window, sinks, until, BLOCK_N,
         CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL, PAGE,
     )  # fmt: skip
     g = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
     dv = tl.arange(0, PAD_V)
-    q = tl.load(
+    q_tile = tl.load(
         q_ptr + row * q_b + (kv_head * GROUPS + g).to(tl.int64)[:, None] * q_h + d[None, :] * q_d,
         mask=(g < GROUPS)[:, None] & (d < DIM)[None, :],
         other=0.0,
@@ -296,36 +296,36 @@ def decode(  # type: ignore[no-untyped-def]
     table_ptr = rows_ptr + row * pages
     if PAGE:
         last = _held(offset_ptr, row) - 1
-        mine = (start < end) & (end == few - low + last + 1)
+        writes_own = (start < end) & (end == sink_keys - window_start + last + 1)
         place = tl.load(table_ptr + tl.maximum(last, 0) // PAGE).to(tl.int64) * PAGE + last % PAGE
-        k_there, v_there = d < tl.where(mine, DIM, 0), dv < tl.where(mine, DIM_V, 0)
+        k_there, v_there = d < tl.where(writes_own, DIM, 0), dv < tl.where(writes_own, DIM_V, 0)
         own_k = tl.load(own_k_ptr + row * own_k_b + kv_head * own_k_h + d * own_k_d, mask=k_there, other=0.0)
         own_v = tl.load(own_v_ptr + row * own_v_b + kv_head * own_v_h + dv * own_v_d, mask=v_there, other=0.0)
         tl.store(k_ptr + kv_head.to(tl.int64) * k_h + place * k_n + d * k_d, own_k, mask=k_there)
         tl.store(v_ptr + kv_head.to(tl.int64) * v_h + place * v_n + dv * v_d, own_v, mask=v_there)
         tl.debug_barrier()  # every thread has written before any reads
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PAD_V], tl.float32)
-    for n in range(start, end, BLOCK_N):
-        u = n + tl.arange(0, BLOCK_N)
-        there = u < end
+    for tile_start in range(start, end, BLOCK_N):
+        u = tile_start + tl.arange(0, BLOCK_N)
+        valid = u < end
         j = u
         if WINDOW:
-            j = tl.where(u < few, u, u - few + low)
+            j = tl.where(u < sink_keys, u, u - sink_keys + window_start)
         if HAS_REAL:
-            there = there & (tl.load(real_ptr + row * kv_len + first + j, mask=there, other=0) != 0)
+            valid = valid & (tl.load(real_ptr + row * kv_len + first + j, mask=valid, other=0) != 0)
         j = j.to(tl.int64)
         if PAGE and ONE_PAGE:
-            j += (tl.load(table_ptr + n // PAGE).to(tl.int64) - n // PAGE) * PAGE
+            j += (tl.load(table_ptr + tile_start // PAGE).to(tl.int64) - tile_start // PAGE) * PAGE
         elif PAGE:
-            j = tl.load(table_ptr + j // PAGE, mask=there, other=0).to(tl.int64) * PAGE + j % PAGE
-        k = tl.load(k_base + j[None, :] * k_n, mask=there[None, :] & (d < DIM)[:, None], other=0.0)
-        v = tl.load(v_base + j[:, None] * v_n, mask=there[:, None] & (dv < DIM_V)[None, :], other=0.0)
-        s = capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, HAS_CAP)
-        s = tl.where(there[None, :], s, float("-inf"))
-        acc, m, l = step(acc, m, l, s, v, 1.0, SCALE=False, HIDDEN=True)
+            j = tl.load(table_ptr + j // PAGE, mask=valid, other=0).to(tl.int64) * PAGE + j % PAGE
+        k_tile = tl.load(k_base + j[None, :] * k_n, mask=valid[None, :] & (d < DIM)[:, None], other=0.0)
+        v_tile = tl.load(v_base + j[:, None] * v_n, mask=valid[:, None] & (dv < DIM_V)[None, :], other=0.0)
+        scores = capped(tl.dot(q_tile, k_tile, input_precision="ieee") * scale, softcap, HAS_CAP)
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        acc, row_max, row_sum = step(acc, row_max, row_sum, scores, v_tile, 1.0, SCALE=False, HIDDEN=True)
     finish(
-        acc, m, l, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, most,
+        acc, row_max, row_sum, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, row, kv_head, kv_heads, share, shares, max_shares,
         ROWS, GROUPS, DIM_V, PAD_V, HAS_SINK, HAS_LSE, HEADS, CHUNK, 0, SINGLE, LAST,
     )  # fmt: skip

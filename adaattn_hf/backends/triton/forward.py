@@ -44,18 +44,18 @@ def forward(  # type: ignore[no-untyped-def]
     TMA brings the tiles that all queries of a block see, and with EDGES the others, too, whose keys then end with a tile
     or with the tensor: `k_bulk` and `v_bulk` are descriptors of the keys and values.
     """
-    row_, q_start, q_len, k_start, k_len, offset, first, kv_head, window, sinks = entry_of(
+    row_number, q_start, q_len, k_start, k_len, offset, first, kv_head, window, sinks = entry_of(
         work_ptr, segments_ptr, rules_ptr, tl.program_id(0) // GROUPS, WINDOW
     )
     head = (kv_head * GROUPS + tl.program_id(0) % GROUPS).to(tl.int64)
-    row = row_.to(tl.int64)
+    row = row_number.to(tl.int64)
 
     i = first + tl.arange(0, BLOCK_M)
     p = i + offset
     d = tl.arange(0, PAD)
     dv = tl.arange(0, PAD_V)
     q_base = q_ptr + row * q_b + head * q_h + q_start.to(tl.int64) * q_n
-    q = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
+    q_tile = rows_of(q_base, i, d, q_n, q_d, q_len, DIM, PAD, False)
     k_base = k_ptr + row * k_b + kv_head.to(tl.int64) * k_h + k_start.to(tl.int64) * k_n
     v_base = v_ptr + row * v_b + kv_head.to(tl.int64) * v_h + k_start.to(tl.int64) * v_n
 
@@ -63,49 +63,49 @@ def forward(  # type: ignore[no-untyped-def]
         first + offset, tl.minimum(first + BLOCK_M, q_len) - 1 + offset, k_len, window, sinks, BLOCK_N, CAUSAL, WINDOW
     )  # fmt: skip
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINK:
-        m = tl.full([BLOCK_M], 0.0, tl.float32) + tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
-        l += 1.0
+        row_max = tl.full([BLOCK_M], 0.0, tl.float32) + tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+        row_sum += 1.0
     acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
 
     of_sinks, of_left, of_right = edges_of(start, stop, all_start, all_stop, sinks, BLOCK_N, WINDOW)
     for tile in range(0, of_sinks + of_left + of_right):
-        n, limit = edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK_N, WINDOW)
-        j = n + tl.arange(0, BLOCK_N)
+        tile_start, limit = edge_tile(tile, of_sinks, of_left, start, all_stop, k_len, sinks, BLOCK_N, WINDOW)
+        j = tile_start + tl.arange(0, BLOCK_N)
         if EDGES:
-            k = k_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD).T
-            v = v_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD_V)
+            k_tile = k_bulk.load([row_number, kv_head, k_start + tile_start, 0]).reshape(BLOCK_N, PAD).T
+            v_tile = v_bulk.load([row_number, kv_head, k_start + tile_start, 0]).reshape(BLOCK_N, PAD_V)
         else:
-            k = rows_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False, TURNED=True)
-            v = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False)
+            k_tile = rows_of(k_base, j, d, k_n, k_d, limit, DIM, PAD, False, TURNED=True)
+            v_tile = rows_of(v_base, j, dv, v_n, v_d, limit, DIM_V, PAD_V, False)
         seen = visible(p, j, limit, window, sinks, CAUSAL, WINDOW)
-        s = tl.dot(q, k, input_precision="ieee")
+        scores = tl.dot(q_tile, k_tile, input_precision="ieee")
         if HAS_CAP:
-            s = capped(s * scale, softcap, HAS_CAP)
-        s = tl.where(seen, s, float("-inf"))
-        acc, m, l = step(acc, m, l, s, v, scale, SCALE=not HAS_CAP, HIDDEN=True)
-    for n in range(all_start, all_stop, BLOCK_N):
-        j = n + tl.arange(0, BLOCK_N)
+            scores = capped(scores * scale, softcap, HAS_CAP)
+        scores = tl.where(seen, scores, float("-inf"))
+        acc, row_max, row_sum = step(acc, row_max, row_sum, scores, v_tile, scale, SCALE=not HAS_CAP, HIDDEN=True)
+    for tile_start in range(all_start, all_stop, BLOCK_N):
+        j = tile_start + tl.arange(0, BLOCK_N)
         if BULK:
-            k = k_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD).T
-            v = v_bulk.load([row_, kv_head, k_start + n, 0]).reshape(BLOCK_N, PAD_V)
+            k_tile = k_bulk.load([row_number, kv_head, k_start + tile_start, 0]).reshape(BLOCK_N, PAD).T
+            v_tile = v_bulk.load([row_number, kv_head, k_start + tile_start, 0]).reshape(BLOCK_N, PAD_V)
         else:
-            k = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True, TURNED=True)
-            v = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, True)
-        s = tl.dot(q, k, input_precision="ieee")
+            k_tile = rows_of(k_base, j, d, k_n, k_d, k_len, DIM, PAD, True, TURNED=True)
+            v_tile = rows_of(v_base, j, dv, v_n, v_d, k_len, DIM_V, PAD_V, True)
+        scores = tl.dot(q_tile, k_tile, input_precision="ieee")
         if HAS_CAP:
-            s = capped(s * scale, softcap, HAS_CAP)
-        acc, m, l = step(acc, m, l, s, v, scale, SCALE=not HAS_CAP, HIDDEN=False)
+            scores = capped(scores * scale, softcap, HAS_CAP)
+        acc, row_max, row_sum = step(acc, row_max, row_sum, scores, v_tile, scale, SCALE=not HAS_CAP, HIDDEN=False)
 
-    acc = acc / tl.where(l == 0, 1.0, l)[:, None]
+    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     o_rows = out_ptr + row * o_b + head * o_h + (q_start + i).to(tl.int64)[:, None] * o_n
     tl.store(
         o_rows + dv[None, :] * o_d, acc.to(out_ptr.dtype.element_ty), mask=(i < q_len)[:, None] & (dv < DIM_V)[None, :]
     )
     if HAS_LSE:
-        lse = (m + tl.log2(tl.where(l == 0, 1.0, l))) * 0.6931471805599453
+        lse = (row_max + tl.log2(tl.where(row_sum == 0, 1.0, row_sum))) * 0.6931471805599453
         tl.store(lse_ptr + row * l_b + head * l_h + q_start + i, lse, mask=i < q_len)
 
 

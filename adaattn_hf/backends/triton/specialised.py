@@ -93,20 +93,20 @@ def _item(  # type: ignore[no-untyped-def]
 def _first_key(piece, tiles, WINDOW: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
     """Of a piece of an item: those at the edges come first."""
     of_sinks, left, edges, _total, start, all_start, all_stop, _stop = tiles
-    n = all_stop + (piece - left) * PART
+    tile_start = all_stop + (piece - left) * PART
     if WINDOW:
-        n = gl.where(piece < left, start + (piece - of_sinks) * PART, n)
-        n = gl.where(piece < of_sinks, piece * PART, n)
-    return gl.where(piece < edges, n, all_start + (piece - edges) * PART)
+        tile_start = gl.where(piece < left, start + (piece - of_sinks) * PART, tile_start)
+        tile_start = gl.where(piece < of_sinks, piece * PART, tile_start)
+    return gl.where(piece < edges, tile_start, all_start + (piece - edges) * PART)
 
 
 @gluon.jit
-def _brought(n, k_len, CLOSE: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
-    """First key that is brought for the piece from `n` on; with CLOSE the last piece is moved back to end with the keys.
+def _brought(tile_start, k_len, CLOSE: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
+    """First key that is brought for a piece; with CLOSE the last piece is moved back to end with the keys.
 
     What lies after them may be of others, and what is not a number there would remain so by a weight of 0.
     """
-    return gl.minimum(n, gl.maximum(k_len - PART, 0)) if CLOSE else n
+    return gl.minimum(tile_start, gl.maximum(k_len - PART, 0)) if CLOSE else tile_start
 
 
 @gluon.jit
@@ -220,14 +220,14 @@ def _consume(  # type: ignore[no-untyped-def]
         entry, following = following, _entry(tables, turn + 1)
         place, rules, tiles = _item(tables, entry, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
         if AHEAD:
-            q = q_tiles.index(2 * WHICH + turn % 2)
+            q_tile = q_tiles.index(2 * WHICH + turn % 2)
             bring_all()
-            then, _rules, _tiles = _item(tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-            to = q_tiles.index(2 * WHICH + (turn + 1) % 2)
-            _begin_queries(to, q_ptr, strides, then, WHICH, TOGETHER, HEAD, LINES)
+            next_place, _rules, _tiles = _item(tables, following, GROUPS, TOGETHER, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+            next_tile = q_tiles.index(2 * WHICH + (turn + 1) % 2)
+            _begin_queries(next_tile, q_ptr, strides, next_place, WHICH, TOGETHER, HEAD, LINES)
         else:
-            q = q_tiles.index(WHICH)
-            _begin_queries(q, q_ptr, strides, place, WHICH, TOGETHER, HEAD, LINES)
+            q_tile = q_tiles.index(WHICH)
+            _begin_queries(q_tile, q_ptr, strides, place, WHICH, TOGETHER, HEAD, LINES)
             bring_all()
         row, q_start, q_len, _k_start, _kv_head, head, first = place
         _k_len, offset, _window, _sinks, _apart = rules
@@ -239,35 +239,35 @@ def _consume(  # type: ignore[no-untyped-def]
             first += WHICH * ROWS
         row, head = row.to(gl.int64), head.to(gl.int64)
         i = first + line
-        own = first + gl.arange(0, ROWS, OF_ROWS)
-        p = own + offset
-        m, l = begin_rows(sink_ptr, head, HAS_SINK, OF_ROWS)
+        rows = first + gl.arange(0, ROWS, OF_ROWS)
+        p = rows + offset
+        row_max, row_sum = begin_rows(sink_ptr, head, HAS_SINK, OF_ROWS)
         acc = gl.zeros([ROWS, HEAD], gl.float32, O_LAYOUT)
         if total > 0:
             bounds = _bounds(p, 0, tiles, rules, CAUSAL, WINDOW, CLOSE, BLOCK_N)
-            m, l, pairs = first_tile(
-                m, l, q, rings, count, scale, bounds, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
+            row_max, row_sum, pairs = first_tile(
+                row_max, row_sum, q_tile, rings, count, scale, bounds, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
                 S_LAYOUT, dtype,
             )  # fmt: skip
             count += 1
             # one loop for both edges of a window: what runs once an item should be little code, which is fetched again
             for t in range(1, edges):
                 bounds = _bounds(p, t, tiles, rules, CAUSAL, WINDOW, CLOSE, BLOCK_N)
-                acc, m, l, pairs = add_tile(
-                    (acc, m, l, pairs), q, rings, count, scale, bounds, True, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                acc, row_max, row_sum, pairs = add_tile(
+                    (acc, row_max, row_sum, pairs), q_tile, rings, count, scale, bounds, True, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE,
                     HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                 )  # fmt: skip
                 count += 1
             for _t in range(gl.maximum(edges, 1), total):
-                acc, m, l, pairs = add_tile(
-                    (acc, m, l, pairs), q, rings, count, scale, None, False, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,
+                acc, row_max, row_sum, pairs = add_tile(
+                    (acc, row_max, row_sum, pairs), q_tile, rings, count, scale, None, False, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,
                     HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                 )  # fmt: skip
                 count += 1
             acc = last_values(acc, pairs, rings[1], count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
         out = out_ptr + row * o_b + head * o_h + (q_start + i).to(gl.int64)[:, None] * o_n + d[None, :]
-        lse = lse_ptr + row * l_b + head * l_h + q_start + own
-        write_rows(acc, m, l, out, (i < q_len)[:, None], lse, own < q_len, HAS_LSE, LINES, O_LAYOUT, dtype)
+        lse = lse_ptr + row * l_b + head * l_h + q_start + rows
+        write_rows(acc, row_max, row_sum, out, (i < q_len)[:, None], lse, rows < q_len, HAS_LSE, LINES, O_LAYOUT, dtype)
 
 
 @Launcher

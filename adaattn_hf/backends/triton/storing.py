@@ -54,9 +54,9 @@ def _store(  # type: ignore[no-untyped-def]
     b, h = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     n = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     d = tl.arange(0, PADDED)
-    there = n < count
+    valid = n < count
     source = x_ptr + b * x_b + h * x_h + n[:, None] * x_n
-    x = tl.load(source + d[None] * x_d, there[:, None] & (d < DIM)[None], 0.0).to(tl.float32)
+    x = tl.load(source + d[None] * x_d, valid[:, None] & (d < DIM)[None], 0.0).to(tl.float32)
     x = turned(x, PADDED, DIM & -DIM)
     beside = row.to(tl.int64) * DIM + d
     if HAS_MEAN:
@@ -65,21 +65,21 @@ def _store(  # type: ignore[no-untyped-def]
     # the smallest scale of eight bits that is not below: `attention.stored.encode_scale`
     code = (peak.to(tl.int32, bitcast=True) - (107 << 23) + (1 << 20) - 1) >> 20
     code = tl.minimum(tl.maximum(code, 0), 255)
-    tl.store(scale_ptr + b * scale_b + h * scale_h + (at + n) * scale_n, code.to(tl.uint8), there)
+    tl.store(scale_ptr + b * scale_b + h * scale_h + (at + n) * scale_n, code.to(tl.uint8), valid)
     steps = x * (1.0 / ((code << 20) + (107 << 23)).to(tl.float32, bitcast=True))[:, None]
-    there_ptr = codes_ptr + b * codes_b + h * codes_h + (at + n[:, None]) * codes_n
+    code_ptrs = codes_ptr + b * codes_b + h * codes_h + (at + n[:, None]) * codes_n
     if BITS == 8:
         codes = tl.minimum(tl.maximum(_round(steps), -127.0), 127.0)
         if HAS_ALONG:
             along = tl.load(along_ptr + beside, d < DIM, 0.0)[None]
             codes = _cancelled(codes, steps, along, d[None], DIM)
-        tl.store(there_ptr + d[None], codes.to(tl.int8), there[:, None] & (d < DIM)[None])
+        tl.store(code_ptrs + d[None], codes.to(tl.int8), valid[:, None] & (d < DIM)[None])
     else:
         halves = tl.minimum(tl.maximum(_round((steps + 15) * 0.5), 0.0), 15.0).to(tl.int32)
         low, high = tl.split(halves.reshape(TOKENS, PADDED // (2 * GROUP), 2, GROUP).permute(0, 1, 3, 2))
         packed = (low | (high << 4)).reshape(TOKENS, PADDED // 2)
         half = tl.arange(0, PADDED // 2)[None]
-        tl.store(there_ptr + half, packed.to(tl.uint8), there[:, None] & (half < DIM // 2))
+        tl.store(code_ptrs + half, packed.to(tl.uint8), valid[:, None] & (half < DIM // 2))
 
 
 @Launcher

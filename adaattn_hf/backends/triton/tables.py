@@ -59,15 +59,15 @@ def cut_runs(  # type: ignore[no-untyped-def]
     CLASSES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """Writes run, first row and class of work of each block, int32 `[blocks, 3]`; programs are runs."""
-    own = tl.program_id(0)
-    before = tl.zeros([LINE], tl.int32)
-    most = tl.zeros([LINE], tl.int32)
+    run_number = tl.program_id(0)
+    blocks_before = tl.zeros([LINE], tl.int32)
+    max_work = tl.zeros([LINE], tl.int32)
     for begin in range(0, runs, LINE):
         run = begin + tl.arange(0, LINE)
-        there = run < runs
-        q_len = tl.load(runs_ptr + 6 * run + 2, mask=there, other=0)
-        k_len = tl.load(runs_ptr + 6 * run + 4, mask=there, other=0)
-        offset = tl.load(runs_ptr + 6 * run + 5, mask=there, other=0)
+        valid = run < runs
+        q_len = tl.load(runs_ptr + 6 * run + 2, mask=valid, other=0)
+        k_len = tl.load(runs_ptr + 6 * run + 4, mask=valid, other=0)
+        offset = tl.load(runs_ptr + 6 * run + 5, mask=valid, other=0)
         if OF_QUERIES:
             blocks = tl.cdiv(q_len, BLOCK)
             heaviest = (blocks - 1) * BLOCK
@@ -75,22 +75,22 @@ def cut_runs(  # type: ignore[no-untyped-def]
             blocks = tl.cdiv(k_len, BLOCK)
             heaviest = tl.zeros_like(blocks)
         work = _work(q_len, k_len, offset, heaviest, OF_QUERIES, CAUSAL, BLOCK)
-        before += tl.where(run < own, blocks, 0)
-        most = tl.maximum(most, tl.where(blocks > 0, work, 0))
-    start = blocks_ptr + 3 * tl.sum(before, 0)
-    limit = tl.max(most, 0) + 1
-    q_len = tl.load(runs_ptr + 6 * own + 2)
-    k_len = tl.load(runs_ptr + 6 * own + 4)
-    offset = tl.load(runs_ptr + 6 * own + 5)
+        blocks_before += tl.where(run < run_number, blocks, 0)
+        max_work = tl.maximum(max_work, tl.where(blocks > 0, work, 0))
+    start = blocks_ptr + 3 * tl.sum(blocks_before, 0)
+    limit = tl.max(max_work, 0) + 1
+    q_len = tl.load(runs_ptr + 6 * run_number + 2)
+    k_len = tl.load(runs_ptr + 6 * run_number + 4)
+    offset = tl.load(runs_ptr + 6 * run_number + 5)
     rows = q_len if OF_QUERIES else k_len
     for begin in range(0, tl.cdiv(rows, BLOCK), LINE):
         block = begin + tl.arange(0, LINE)
         first = block * BLOCK
-        there = first < rows
+        valid = first < rows
         work = _work(q_len, k_len, offset, first, OF_QUERIES, CAUSAL, BLOCK)
-        tl.store(start + 3 * block, own, mask=there)
-        tl.store(start + 3 * block + 1, first, mask=there)
-        tl.store(start + 3 * block + 2, (work.to(tl.int64) * CLASSES // limit).to(tl.int32), mask=there)
+        tl.store(start + 3 * block, run_number, mask=valid)
+        tl.store(start + 3 * block + 1, first, mask=valid)
+        tl.store(start + 3 * block + 2, (work.to(tl.int64) * CLASSES // limit).to(tl.int32), mask=valid)
 
 
 @Launcher
@@ -100,27 +100,27 @@ def order_blocks(blocks_ptr, entries_ptr, count, kv_heads, LAST_FIRST: tl.conste
 
     Those of a class are ordered by head, then as they come, with LAST_FIRST from the end; programs are LINE blocks.
     """
-    own = tl.program_id(0) * LINE + tl.arange(0, LINE)
-    there = own < count
-    level = tl.load(blocks_ptr + 3 * own + 2, mask=there, other=0)
-    more = tl.zeros([LINE], tl.int32)
+    block = tl.program_id(0) * LINE + tl.arange(0, LINE)
+    valid = block < count
+    level = tl.load(blocks_ptr + 3 * block + 2, mask=valid, other=0)
+    heavier = tl.zeros([LINE], tl.int32)
     same = tl.zeros([LINE], tl.int32)
     before = tl.zeros([LINE], tl.int32)
     for begin in range(0, count, LINE):
         other = begin + tl.arange(0, LINE)
-        theirs = tl.load(blocks_ptr + 3 * other + 2, mask=other < count, other=-1)
-        equal = theirs[None, :] == level[:, None]
-        earlier = other[None, :] > own[:, None] if LAST_FIRST else other[None, :] < own[:, None]
-        more += tl.sum((theirs[None, :] > level[:, None]).to(tl.int32), 1)
+        other_level = tl.load(blocks_ptr + 3 * other + 2, mask=other < count, other=-1)
+        equal = other_level[None, :] == level[:, None]
+        earlier = other[None, :] > block[:, None] if LAST_FIRST else other[None, :] < block[:, None]
+        heavier += tl.sum((other_level[None, :] > level[:, None]).to(tl.int32), 1)
         same += tl.sum(equal.to(tl.int32), 1)
         before += tl.sum((equal & earlier).to(tl.int32), 1)
-    run = tl.load(blocks_ptr + 3 * own, mask=there, other=0)
-    first = tl.load(blocks_ptr + 3 * own + 1, mask=there, other=0)
+    run = tl.load(blocks_ptr + 3 * block, mask=valid, other=0)
+    first = tl.load(blocks_ptr + 3 * block + 1, mask=valid, other=0)
     for head in range(0, kv_heads):
-        entry = entries_ptr + 3 * (more * kv_heads + head * same + before)
-        tl.store(entry, run, mask=there)
-        tl.store(entry + 1, first, mask=there)
-        tl.store(entry + 2, head, mask=there)
+        entry = entries_ptr + 3 * (heavier * kv_heads + head * same + before)
+        tl.store(entry, run, mask=valid)
+        tl.store(entry + 1, first, mask=valid)
+        tl.store(entry + 2, head, mask=valid)
 
 
 @Launcher
@@ -136,12 +136,12 @@ def cost_items(  # type: ignore[no-untyped-def]
     """
     heads = tl.program_id(1)
     block = tl.program_id(0) * LINE + tl.arange(0, LINE)
-    there = block < blocks
-    run = runs_ptr + 6 * tl.load(blocks_ptr + 3 * block, mask=there, other=0)
-    first = tl.load(blocks_ptr + 3 * block + 1, mask=there, other=0)
-    q_len = tl.load(run + 2, mask=there, other=0)
-    k_len = tl.load(run + 4, mask=there, other=0)
-    offset = tl.load(run + 5, mask=there, other=0)
+    valid = block < blocks
+    run = runs_ptr + 6 * tl.load(blocks_ptr + 3 * block, mask=valid, other=0)
+    first = tl.load(blocks_ptr + 3 * block + 1, mask=valid, other=0)
+    q_len = tl.load(run + 2, mask=valid, other=0)
+    k_len = tl.load(run + 4, mask=valid, other=0)
+    offset = tl.load(run + 5, mask=valid, other=0)
     window = tl.load(rules_ptr + 2 * (heads // parts))
     sinks = tl.load(rules_ptr + 2 * (heads // parts) + 1)
     start = tl.maximum(first + offset - window + 1, 0) // PART * PART
@@ -150,7 +150,7 @@ def cost_items(  # type: ignore[no-untyped-def]
         stop += window - 1
     read = tl.maximum(tl.minimum(stop, k_len) - start, 0) + tl.minimum(sinks, start)
     cost = tl.cdiv(read, PART * PIECES) + 1 + (first + offset >= window).to(tl.int32)
-    tl.store(cost_ptr + heads * blocks + block, cost.to(tl.int32), mask=there)
+    tl.store(cost_ptr + heads * blocks + block, cost.to(tl.int32), mask=valid)
 
 
 @Launcher
@@ -162,28 +162,28 @@ def deal_items(blocks_ptr, order_ptr, cost_ptr, items_ptr, blocks, count, progra
     how many items each program has; then come run, first row and heads of each; after the last one the heads are -1.
     """
     program = tl.arange(0, LANES)
-    there = program < programs
-    load = tl.where(there, 0, 1 << 30)
-    mine = tl.zeros([LANES], tl.int32)
+    valid = program < programs
+    load = tl.where(valid, 0, 1 << 30)
+    dealt = tl.zeros([LANES], tl.int32)
     step = tl.maximum(programs // 2, 1)
     for begin in range(0, count, step):
         less = load[None, :] < load[:, None]
         less = less | ((load[None, :] == load[:, None]) & (program[None, :] < program[:, None]))
         rank = tl.sum(less.to(tl.int32), 1)
-        given = there & (rank < step) & (begin + rank < count)
-        number = tl.load(order_ptr + begin + rank, mask=given, other=0)
-        load += tl.load(cost_ptr + begin + rank, mask=given, other=0)
+        takes = valid & (rank < step) & (begin + rank < count)
+        number = tl.load(order_ptr + begin + rank, mask=takes, other=0)
+        load += tl.load(cost_ptr + begin + rank, mask=takes, other=0)
         block = blocks_ptr + 3 * (number % blocks)
-        item = items_ptr + 3 * ((mine + 1) * programs + program)
-        tl.store(item, tl.load(block, mask=given, other=0), mask=given)
-        tl.store(item + 1, tl.load(block + 1, mask=given, other=0), mask=given)
-        tl.store(item + 2, (number // blocks).to(tl.int32), mask=given)
-        mine += given.to(tl.int32)
-    tl.store(items_ptr + 3 * program, mine, mask=there)
-    item = items_ptr + 3 * ((mine + 1) * programs + program)
-    tl.store(item, 0, mask=there)
-    tl.store(item + 1, 0, mask=there)
-    tl.store(item + 2, -1, mask=there)
+        item = items_ptr + 3 * ((dealt + 1) * programs + program)
+        tl.store(item, tl.load(block, mask=takes, other=0), mask=takes)
+        tl.store(item + 1, tl.load(block + 1, mask=takes, other=0), mask=takes)
+        tl.store(item + 2, (number // blocks).to(tl.int32), mask=takes)
+        dealt += takes.to(tl.int32)
+    tl.store(items_ptr + 3 * program, dealt, mask=valid)
+    item = items_ptr + 3 * ((dealt + 1) * programs + program)
+    tl.store(item, 0, mask=valid)
+    tl.store(item + 1, 0, mask=valid)
+    tl.store(item + 2, -1, mask=valid)
 
 
 class Blocking(NamedTuple):

@@ -13,7 +13,8 @@ Names in all kernels:
 | `ks_`, `vs_`; `kc_`, `vc_` | scales and codes of a quantised cache |
 | `_ptr`, `_bulk`, `_base` | a pointer; a TMA descriptor; the pointer to a head of a segment |
 | `i`, `j`, `p`; `d`, `dv` | rows of queries, of keys, places of queries among keys; channels of keys and of values |
-| `m`, `l`, `acc` | running maximum in base 2, sum and weighted sum of values |
+| `scores`, `weights` | of a tile: products in base 2, and their exponentials |
+| `row_max`, `row_sum`, `acc` | running maximum in base 2, sum and weighted sum of values |
 | `GROUPS`; `DIM`, `PAD` | query heads that share a key/value head; channels, up to a power of two; `_V` of values |
 | `BLOCK_M`, `BLOCK_N` | queries and keys of a tile |
 """
@@ -33,46 +34,46 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def capped(s, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores in base 2, softcapped if HAS_CAP; without a cap their factor holds log2(e), and `s` is in base 2 already."""
+def capped(scores, softcap, HAS_CAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores in base 2, softcapped if HAS_CAP; without a cap their factor holds log2(e), and they are in base 2 already."""
     if HAS_CAP:
-        s = softcap * tanh(s / softcap) * 1.4426950408889634
-    return s
+        scores = softcap * tanh(scores / softcap) * 1.4426950408889634
+    return scores
 
 
 @triton.jit
 def visible(p, j, limit, window, sinks, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Boolean `[p, j]` of the rules in the module's docstring; keys from `limit` on are not there."""
-    keep = (j < limit)[None, :]
+    seen = (j < limit)[None, :]
     if WINDOW:
         near = (j[None, :] > p[:, None] - window) | (j < sinks)[None, :]
         if not CAUSAL:
             near = near & ((j[None, :] < p[:, None] + window) | (j < sinks)[None, :])
-        keep = keep & near
+        seen = seen & near
     if CAUSAL:
-        keep = keep & (j[None, :] <= p[:, None])
-    return keep
+        seen = seen & (j[None, :] <= p[:, None])
+    return seen
 
 
 @triton.jit
-def step(acc, m, l, s, v, scale, SCALE: tl.constexpr, HIDDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def step(acc, row_max, row_sum, scores, v_tile, scale, SCALE: tl.constexpr, HIDDEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Adds one tile to the running maximum, sum and output.
 
     SCALE: scores are not yet multiplied by `scale` > 0. HIDDEN: some may be -inf, and a row of such stays as it is.
     """
-    top = tl.max(s, 1)
+    new_max = tl.max(scores, 1)
     if SCALE:
-        top = top * scale
-        s = s * scale
-    top = tl.maximum(m, top)
-    base = top
+        new_max = new_max * scale
+        scores = scores * scale
+    new_max = tl.maximum(row_max, new_max)
+    shift = new_max
     if HIDDEN:
-        base = tl.where(top == float("-inf"), 0.0, top)
-    w = tl.exp2(s - base[:, None])
-    decay = tl.exp2(m - base)
-    l = l * decay + tl.sum(w, 1)
-    acc = tl.dot(w.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return acc, top, l
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_max, row_sum
 
 
 @triton.jit
@@ -84,19 +85,19 @@ def rows_of(  # type: ignore[no-untyped-def]
 
     ALL: every row is there.
     """
-    inside, there = d < DIM, (j >= 0) & (j < count)
+    inside, in_range = d < DIM, (j >= 0) & (j < count)
     if TURNED:
         pointers = base + j.to(tl.int64)[None, :] * n_stride + d[:, None] * d_stride
-        inside, there = inside[:, None], there[None, :]
+        inside, in_range = inside[:, None], in_range[None, :]
     else:
         pointers = base + j.to(tl.int64)[:, None] * n_stride + d[None, :] * d_stride
-        inside, there = inside[None, :], there[:, None]
+        inside, in_range = inside[None, :], in_range[:, None]
     if ALL and PAD == DIM:
         tile = tl.load(pointers)
     elif ALL:
         tile = tl.load(pointers, mask=inside, other=0.0)
     else:
-        tile = tl.load(pointers, mask=there & inside, other=0.0)
+        tile = tl.load(pointers, mask=in_range & inside, other=0.0)
     return tile
 
 

@@ -55,8 +55,8 @@ def ring(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def fetch(bulk, tiles_ring, count, row, kv_head, n, then, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Brings the tile from key `n` on as the `count`-th of a ring, once its place is free; its second half from `then`."""
+def fetch(bulk, tiles_ring, count, row, kv_head, tile_start, second_start, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Brings a tile as the `count`-th of a ring, once its place is free; its halves from two keys on."""
     tiles, full, empty, boxes = tiles_ring
     CHANNELS_OF_BOX: gl.constexpr = bulk.block_type.shape[3]
     HALVES: gl.constexpr = tiles.shape[1] // bulk.block_type.shape[2]
@@ -65,7 +65,7 @@ def fetch(bulk, tiles_ring, count, row, kv_head, n, then, STAGES: gl.constexpr):
     mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
     mbarrier.expect(full.index(stage), BOXES * bulk.block_type.nbytes)
     for box in gl.static_range(BOXES):
-        key = n if box % HALVES == 0 else then
+        key = tile_start if box % HALVES == 0 else second_start
         at = [row, kv_head, key, box // HALVES * CHANNELS_OF_BOX]
         _fetch(bulk, at, full.index(stage), boxes.index(stage * BOXES + box))
 
@@ -103,14 +103,14 @@ def begin_scores(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def bounds_of(p, n, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The bounds of `seen`, for queries that stand at `p` and the tile from key `n` on, of which those below `limit` are there."""
-    last = gl.zeros_like(p) + (limit - 1 - n)
+def bounds_of(p, tile_start, limit, window, sinks, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The bounds of `seen`, for queries that stand at `p` and a tile, of whose keys those below `limit` are there."""
+    last = gl.zeros_like(p) + (limit - 1 - tile_start)
     if CAUSAL:
-        last = gl.minimum(p - n, last)
+        last = gl.minimum(p - tile_start, last)
     elif WINDOW:
-        last = gl.minimum(gl.maximum(p - n + window, sinks - n) - 1, last)
-    return last, p - n - window, sinks - n
+        last = gl.minimum(gl.maximum(p - tile_start + window, sinks - tile_start) - 1, last)
+    return last, p - tile_start - window, sinks - tile_start
 
 
 @gluon.jit
@@ -123,41 +123,41 @@ def seen(bounds, LEFT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr
     last, before, more = bounds
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
     # a thread holds every eighth pair of a row: what is its own goes to the bounds, and places become constants
-    own = (j & 6)[None, :]
-    at = (j & -7)[None, :]
+    pair = (j & 6)[None, :]
+    place = (j & -7)[None, :]
     if LEFT and isinstance(more, gl.tuple):
         # one comparison for both ends: below the first one numbers without a sign are large
         then_last, then_before = more
         HALF: gl.constexpr = BLOCK_N // 2
-        first = gl.where(at < HALF, (before + 1)[:, None] - own, (then_before + 1 + HALF)[:, None] - own)
-        keys = gl.where(at < HALF, (last - before)[:, None], (then_last - then_before)[:, None])
-        keep = (at - first).to(gl.uint32) < gl.maximum(keys, 0).to(gl.uint32)
+        first = gl.where(place < HALF, (before + 1)[:, None] - pair, (then_before + 1 + HALF)[:, None] - pair)
+        keys = gl.where(place < HALF, (last - before)[:, None], (then_last - then_before)[:, None])
+        keep = (place - first).to(gl.uint32) < gl.maximum(keys, 0).to(gl.uint32)
     else:
-        keep = at <= last[:, None] - own
+        keep = place <= last[:, None] - pair
         if LEFT:
-            keep = keep & ((at > before[:, None] - own) | (at < more - own))
+            keep = keep & ((place > before[:, None] - pair) | (place < more - pair))
     return keep
 
 
 @gluon.jit
-def weights_of(s, m, l, scale, SOME: gl.constexpr):  # type: ignore[no-untyped-def]
+def weights_of(scores, row_max, row_sum, scale, SOME: gl.constexpr):  # type: ignore[no-untyped-def]
     """Weights of a tile of scores by the new maximum, that maximum, the new sum, and the factor of what came before.
 
     SOME: scores may be -inf.
     """
-    top = gl.maximum(m, gl.max(s, 1) * scale)
-    base = top
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
+    shift = new_max
     if SOME:
-        base = gl.where(top == float("-inf"), 0.0, top)
-    w = gl.exp2(s * scale - base[:, None])
-    decay = gl.exp2(m - base)
-    return w, top, l * decay + gl.sum(w, 1), decay
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = gl.exp2(scores * scale - shift[:, None])
+    rescale = gl.exp2(row_max - shift)
+    return weights, new_max, row_sum * rescale + gl.sum(weights, 1), rescale
 
 
 @gluon.jit
-def paired(w, BLOCK_N: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+def paired(weights, BLOCK_N: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
     """Weights in 16 bits, two in an int32: numbers of 16 bits would be taken apart and joined in every turn of a loop."""
-    low, high = gl.split(w.reshape([ROWS, BLOCK_N // 2, 2]))
+    low, high = gl.split(weights.reshape([ROWS, BLOCK_N // 2, 2]))
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
@@ -194,39 +194,39 @@ def add_tile(  # type: ignore[no-untyped-def]
 
     `state` is output, maximum, sum and the weights that wait for their values.
     """
-    acc, m, l, pairs = state
+    acc, row_max, row_sum, pairs = state
     k_ring, v_ring, turns = rings
-    s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
+    scores = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
     added, weights = _begin_values(acc, pairs, v_ring, count - 1, BLOCK_N, STAGES, O_LAYOUT, dtype)
     if ALTERNATE:
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
-    s = warpgroup_mma_wait(1, deps=[s])
+    scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_ring[2].index(count % STAGES))
     if MASKED:
-        s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
-    w, m, l, decay = weights_of(s, m, l, scale, MASKED)
+        scores = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), scores, float("-inf"))
+    new_weights, row_max, row_sum, rescale = weights_of(scores, row_max, row_sum, scale, MASKED)
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
     mbarrier.arrive(v_ring[2].index((count - 1) % STAGES))
-    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    return acc, m, l, paired(w, BLOCK_N, dtype)
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return acc, row_max, row_sum, paired(new_weights, BLOCK_N, dtype)
 
 
 @gluon.jit
 def first_tile(  # type: ignore[no-untyped-def]
-    m, l, q, rings, count, scale, bounds, LEFT: gl.constexpr, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
+    row_max, row_sum, q, rings, count, scale, bounds, LEFT: gl.constexpr, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
     ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """The weights of an item's first tile: maximum, sum and weights, behind which no values wait."""
     k_ring, _v_ring, turns = rings
-    s = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
+    scores = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
     if ALTERNATE:
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
-    s = warpgroup_mma_wait(0, deps=[s])
+    scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_ring[2].index(count % STAGES))
-    s = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), s, float("-inf"))
-    w, m, l, _decay = weights_of(s, m, l, scale, True)
-    return m, l, paired(w, BLOCK_N, dtype)
+    scores = gl.where(seen(bounds, LEFT, BLOCK_N, S_LAYOUT), scores, float("-inf"))
+    weights, row_max, row_sum, _rescale = weights_of(scores, row_max, row_sum, scale, True)
+    return row_max, row_sum, paired(weights, BLOCK_N, dtype)
 
 
 @gluon.jit
@@ -241,22 +241,22 @@ def last_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.const
 @gluon.jit
 def begin_rows(sink_ptr, head, HAS_SINK: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Maximum and sum of rows that have seen nothing but their head's learned sink."""
-    m = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
-    l = gl.zeros([ROWS], gl.float32, LAYOUT)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
+    row_sum = gl.zeros([ROWS], gl.float32, LAYOUT)
     if HAS_SINK:
-        m = gl.zeros([ROWS], gl.float32, LAYOUT) + gl.load(sink_ptr + head).to(gl.float32) * 1.4426950408889634
-        l += 1.0
-    return m, l
+        row_max = gl.zeros([ROWS], gl.float32, LAYOUT) + gl.load(sink_ptr + head).to(gl.float32) * 1.4426950408889634
+        row_sum += 1.0
+    return row_max, row_sum
 
 
 @gluon.jit
 def write_rows(  # type: ignore[no-untyped-def]
-    acc, m, l, out, there, lse, own_there, HAS_LSE: gl.constexpr, LINES: gl.constexpr, O_LAYOUT: gl.constexpr,
+    acc, row_max, row_sum, out, there, lse, own_there, HAS_LSE: gl.constexpr, LINES: gl.constexpr, O_LAYOUT: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
     """Writes output and log-sum-exp of rows to where `out` `[rows, channels]` and `lse` `[rows]` point."""
-    sums = gl.convert_layout(l, gl.SliceLayout(1, O_LAYOUT))
+    sums = gl.convert_layout(row_sum, gl.SliceLayout(1, O_LAYOUT))
     acc = acc * (1.0 / gl.where(sums == 0, 1.0, sums))[:, None]
     gl.store(out, gl.convert_layout(acc.to(dtype), LINES), mask=there)
     if HAS_LSE:
-        gl.store(lse, (m + gl.log2(gl.where(l == 0, 1.0, l))) * 0.6931471805599453, mask=own_there)
+        gl.store(lse, (row_max + gl.log2(gl.where(row_sum == 0, 1.0, row_sum))) * 0.6931471805599453, mask=own_there)
