@@ -1,9 +1,9 @@
 """Pass one of calibration: estimates the loss of every choice for every unit from a few backward passes.
 
 For labels drawn from the model, E[KL] = 1/2 E[(g . do)^2], where g is the gradient of the sampled log-likelihood with
-respect to the attention output, and do the change of that output by a choice. One way back gives g for all heads of
-all layers and all labels, and computes each layer again once; do is computed on sampled rows by the code that will run
-the plan. Cross terms between rows are left out.
+respect to the attention output, and do the change of that output by a choice. A way back for each label gives g for all
+heads of all layers, and computes each layer again; do is computed on sampled rows by the code that will run the plan.
+Cross terms between rows are left out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from adaattn_hf.eval.arms import CHUNK, ModelArms, exact_tap, layer_of, refuse_infinite
 from adaattn_hf.eval.windows import TokenWindow
@@ -51,34 +51,38 @@ class _Recorder:
     tensors: Mapping[int, LayerTensors]
     labels: int
     report: Callable[[int, Tensor, Tensor], None]
-    left: set[int] = field(default_factory=set)  # layers that are not reported yet
+    # of layers that are not reported yet: at the rows, by label so far, and what each choice changes and drops
+    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
+    changes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     forward: bool = True  # whether the forward pass is still under way
 
     def tap(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """Computes exact attention; on the way back, measures what each choice would change and hears its gradients."""
+        """Computes exact attention and hears its gradients; on the last way back, measures what choices change."""
         index = layer_of(module, call)
+        if not self.forward and len(self.gradients[index]) + 1 >= self.labels:
+            query, key, value = (one.detach() for one in (call.query, call.key, call.value))
+            bare, tensors = replace(call, query=query, key=key, value=value), self.tensors.get(index, LayerTensors())
+            outputs, dropped = in_pieces(bare, self.rows, [EXACT, *self.choices], tensors)
+            self.changes[index] = outputs[1:] - outputs[:1], dropped[1:]
+        out = exact_tap(module, call)
         if self.forward:
-            if index in self.left:
+            if index in self.gradients:
                 raise ValueError(
                     f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
                 )
-            self.left.add(index)
-            return exact_tap(module, call)
-        query, key, value = (one.detach() for one in (call.query, call.key, call.value))
-        bare = replace(call, query=query, key=key, value=value)
-        outputs, dropped = in_pieces(bare, self.rows, [EXACT, *self.choices], self.tensors.get(index, LayerTensors()))
-        changes, products = outputs[1:] - outputs[:1], []
-        out = exact_tap(module, call)
-
-        def note(gradient: Tensor) -> None:
-            rows = self.rows.to(gradient.device)
-            products.append((changes * gradient[0, rows].transpose(0, 1).float()).sum(-1))
-            if len(products) == self.labels:  # all there is to know of the layer: it is reported, and let go
-                self.left.discard(index)
-                self.report(index, torch.stack(products), dropped[1:])
-
-        out.register_hook(note)  # type: ignore[no-untyped-call]
+            self.gradients[index] = []
+            if out.requires_grad:
+                out.register_hook(partial(self.note, index))  # type: ignore[no-untyped-call]
         return out
+
+    def note(self, index: int, gradient: Tensor) -> None:
+        """Takes the gradient of a layer's output for the next label; after the last one the layer is reported."""
+        gradients = self.gradients[index]
+        gradients.append(gradient[0, self.rows.to(gradient.device)].transpose(0, 1).float())
+        if len(gradients) == self.labels:
+            changes, dropped = self.changes.pop(index)
+            self.report(index, torch.stack([(changes * one).sum(-1) for one in gradients]), dropped)
+            del self.gradients[index]
 
 
 @contextmanager
@@ -98,114 +102,22 @@ def differentiable(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _learns(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.requires_grad
-
-
-@dataclass(eq=False)
-class _LayerCall:
-    """A layer's call, whose graph is not kept: it is computed again when all gradients of its outputs are known."""
-
-    forward: Callable[..., Any]
-    given: list[Any]  # its arguments, flattened as the next field says
-    spec: TreeSpec
-    gradients: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # those so far, by label and output
-
-    def outputs(self, inputs: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-        args, kwargs = tree_unflatten(inputs, self.spec)
-        return tree_flatten(self.forward(*args, **kwargs))
-
-    def back(self, way: WayBack) -> None:
-        """Computes the layer again, once for all labels, and hands their gradients on to the layers before it."""
-        inputs = [one.detach().requires_grad_() if _learns(one) else one for one in self.given]
-        leaves = [(before, leaf) for before, leaf in zip(self.given, inputs, strict=True) if _learns(before)]
-        outputs = [one for one in self.outputs(inputs)[0] if isinstance(one, Tensor)]
-        for label, gradients in sorted(self.gradients.items()):
-            reached = {place: one for place, one in gradients.items() if outputs[place].requires_grad}
-            input_gradients = torch.autograd.grad(
-                [outputs[place] for place in reached], [leaf for _, leaf in leaves], list(reached.values()),
-                retain_graph=label + 1 < way.labels, allow_unused=True,
-            )  # fmt: skip
-            pairs = [(before, one) for (before, _), one in zip(leaves, input_gradients, strict=True) if one is not None]
-            way.push(label, [(before, one) for before, one in pairs if not before.is_leaf])
-
-
-class _Cut(torch.autograd.Function):
-    """Computes a layer without a graph; the gradients of its outputs are kept with the call."""
-
-    @staticmethod
-    def forward(ctx: Any, way: WayBack, call: _LayerCall, box: list[Any], _anchor: Tensor) -> tuple[Tensor, ...]:
-        # the tensors among the outputs are returned, all of them are left in the box
-        ctx.way, ctx.call = way, call
-        ctx.set_materialize_grads(False)
-        box += call.outputs(call.given)
-        tensors = tuple(one.detach() for one in box[0] if isinstance(one, Tensor))
-        ctx.mark_non_differentiable(*(one for one in tensors if not one.is_floating_point()))
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:  # type: ignore[override]
-        sums = ctx.call.gradients.setdefault(ctx.way.label, {})
-        for place, one in enumerate(gradients):
-            if one is not None:
-                sums[place] = sums[place] + one if place in sums else one
-        return None, None, None, None
-
-
-@dataclass(eq=False)
-class WayBack:
-    """The calls of a model's layers still to be gone back through, in order, for several labels at once.
-
-    Autograd holds one layer's activations, and each layer is computed again once, whatever the number of labels.
-    """
-
-    labels: int
-    calls: list[_LayerCall] = field(default_factory=list)
-    label: int = 0
-
-    @contextmanager
-    def kept(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Cuts the graph at every layer that is called meanwhile."""
-
-        def cut(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def once(*args: Any, **kwargs: Any) -> Any:
-                inputs, spec = tree_flatten((args, kwargs))
-                if not any(map(_learns, inputs)):
-                    return forward(*args, **kwargs)
-                call, box = _LayerCall(forward, inputs, spec), list[Any]()
-                self.calls.append(call)
-                anchor = torch.zeros((), dtype=torch.float32, requires_grad=True, device="cpu")
-                tensors = iter(_Cut.apply(self, call, box, anchor))  # type: ignore[no-untyped-call]
-                flat, form = box
-                return tree_unflatten([next(tensors) if isinstance(one, Tensor) else one for one in flat], form)
-
-            return once
-
-        forwards = [layer.__dict__.get("forward") for layer in layers]
-        for layer in layers:
-            layer.forward = cut(layer.forward)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for layer, forward in zip(layers, forwards, strict=True):
-                if forward is None:
-                    del layer.forward
-                else:  # a hook of accelerate's, say
-                    layer.forward = forward  # type: ignore[method-assign]
-
-    def push(self, label: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Sends gradients of some tensors to the calls that made them."""
-        self.label = label
-        if pairs:
-            tensors, gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(tensors, gradients, retain_graph=True)
-
-    def go(self) -> None:
-        """Goes back through all calls, the last one first."""
-        while self.calls:
-            call = self.calls.pop()
-            if call.gradients:
-                call.back(self)
+@contextmanager
+def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Layers that are called meanwhile keep their inputs alone; each way back computes them again, one at a time."""
+    forwards = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(  # type: ignore[method-assign]
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            if forward is None:
+                del layer.forward
+            else:  # a hook of accelerate's, say
+                layer.forward = forward  # type: ignore[method-assign]
 
 
 def drawn_labels(likelihood: Tensor, labels: int, generator: torch.Generator) -> Tensor:
@@ -252,18 +164,16 @@ def measure(
     once for each layer, the last one first, with its index, the products g . do `[labels, choices, heads, rows]` and
     the dropped mass `[choices, heads, rows]`.
     """
-    recorder, way = _Recorder(rows, choices, tensors, labels, report), WayBack(labels)
+    recorder = _Recorder(rows, choices, tensors, labels, report)
     with differentiable(arms.model), tapping(recorder.tap):
-        with way.kept(arms.layers):
+        with recomputed(arms.layers):
             hidden = arms.hidden(window)
         recorder.forward = False
-        for label, gradient in enumerate(label_gradients(arms, hidden, generator, labels)):
-            way.push(label, [(hidden, gradient)])
-        del hidden
-        way.go()
-    if recorder.left:
+        for label, gradient in enumerate(label_gradients(arms, hidden, generator, labels), 1):
+            torch.autograd.backward(hidden, gradient, retain_graph=label < labels)
+    if recorder.gradients:
         raise ValueError(
-            f"model: no prediction depends on the attention of layers {sorted(recorder.left)}, expected that of "
+            f"model: no prediction depends on the attention of layers {sorted(recorder.gradients)}, expected that of "
             "every layer to count: risks of these would be 0; leave them out of the model"
         )
 

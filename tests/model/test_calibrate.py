@@ -9,6 +9,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -449,13 +450,16 @@ def test_rows_that_have_no_room_together_are_measured_in_pieces(
 
 
 @pytest.mark.parametrize("labels", [1, 2, 3])
-def test_a_layer_is_computed_again_once_for_all_labels(labels: int) -> None:
-    model, calls = lettered_llama(), []
-    for layer in model.model.layers:
-        layer.mlp.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+def test_a_layer_is_computed_again_for_each_label_and_measured_once(
+    labels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls, measured = lettered_llama(), [], Mock(side_effect=row_outputs)
+    monkeypatch.setattr(fisher, "row_outputs", measured)
+    for at, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_hook(lambda *_, at=at: calls.append((at, torch.is_grad_enabled())))
     _measured(model, torch.arange(40)[None] % 128, 40, labels)
-    assert calls[-4:] == [False, False, True, True]
-    assert sum(calls) == 2
+    assert [at for at, grad in calls if grad] == [0, 1, *[1, 0] * labels]
+    assert measured.call_count == 2
 
 
 def test_layers_that_pass_on_or_change_what_they_are_given_keep_their_gradients() -> None:
@@ -465,7 +469,7 @@ def test_layers_that_pass_on_or_change_what_they_are_given_keep_their_gradients(
         def forward(self, hidden: Tensor, first: Tensor) -> dict[str, Any]:
             return {"hidden": (hidden * first).tanh() * 3, "first": first, "words": "as they are"}
 
-    body, way, start = Body(), fisher.WayBack(2), torch.linspace(0.1, 1.0, 6, requires_grad=True)
+    body, start = Body(), torch.linspace(0.1, 1.0, 6, requires_grad=True)
 
     def run() -> tuple[Tensor, Tensor]:
         x = start * 2
@@ -475,19 +479,17 @@ def test_layers_that_pass_on_or_change_what_they_are_given_keep_their_gradients(
         assert two["words"] == "as they are"
         return x, two["hidden"] * one["hidden"]
 
-    x, out = run()
-    gradients = [torch.ones(6), torch.arange(6.0)]
-    wanted = [torch.autograd.grad(out, x, gradient, retain_graph=True)[0] for gradient in gradients]
-    heard: list[Tensor] = []
-    with way.kept([body]):
+    def gradients() -> list[Tensor]:
         x, out = run()
-    x.register_hook(heard.append)
-    assert len(way.calls) == 2
-    for label, gradient in enumerate(gradients):
-        way.push(label, [(out, gradient)])
-    way.go()
-    for label, one in enumerate(wanted):
-        torch.testing.assert_close(sum(heard[label::2]), one)
+        return [torch.autograd.grad(out, x, one, retain_graph=True)[0] for one in (torch.ones(6), torch.arange(6.0))]
+
+    wanted = gradients()
+    with fisher.recomputed([body]):
+        assert "forward" in vars(body)
+        found = gradients()
+    assert "forward" not in vars(body)
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other)
 
 
 def _held(run: Callable[[], object]) -> list[int]:
