@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +112,8 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
     corpus, colon, where = spec.partition(":")
     in_its_form = corpus in HUB and bool(colon)
     path = Path(where if in_its_form else spec)
-    origin = path.resolve().name  # the name alone: a report speaks of data, not of one machine's directories
+    whole = Path(os.path.realpath(path))  # which takes links that lead to themselves as they are
+    origin = whole.name  # the name alone: a report speaks of data, not of one machine's directories
     try:
         if spec in HUB:
             return _from_hub(spec, split)
@@ -135,7 +137,7 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
             )
         if separator is not None and not separator:
             raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
-        return text_corpus(_texts(path, separator, split), origin, path.resolve().stem)
+        return text_corpus(_texts(path, separator, split), origin, whole.stem)
     except EvalError:
         raise
     except OSError as error:
@@ -210,6 +212,8 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
         return
     if path.is_file() and kind not in TABLE_SUFFIXES:
         raise DataUnavailable(f"data: got {path}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
+    if path.is_file() and not path.stat().st_size:
+        raise DataUnavailable(f"data: {path} is empty, expected rows with a field 'text'; give another file")
     datasets = _datasets(path)
     try:
         if path.is_file():
@@ -217,5 +221,5 @@ def _rows(path: Path, split: str) -> Iterator[Any]:
             return
         loaded = datasets.load_from_disk(str(path))
         yield from loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataUnavailable(f"data: datasets cannot read {path}: {type(error).__name__}: {error}") from error
