@@ -15,12 +15,8 @@ import torch
 import typer
 from rich.console import Console
 
-from adaattn_hf.errors import DataUnavailable, EvalError, OutOfMemory, UsageError
+from adaattn_hf.errors import CPU_ALLOCATOR, DataUnavailable, EvalError, OutOfMemory, UsageError, memory_is_full
 from adaattn_hf.eval.progress import tell
-
-CPU_ALLOCATOR = "DefaultCPUAllocator"
-FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
-"""Words in the plain `RuntimeError` that torch raises where the machine, or a library of CUDA's, has no memory left."""
 
 MOST_THREADS = 1024
 """A machine without so many CPUs makes this many threads, too; of far more OpenMP makes none, and ends the process."""
@@ -88,9 +84,9 @@ def room_or_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, RuntimeError) and not any(words in text for words in FULL):
+        if not memory_is_full(error):
             raise
+        text = " ".join(str(error).split()) or type(error).__name__
         text = text[text.find(CPU_ALLOCATOR) :] if CPU_ALLOCATOR in text else text
         for advice in (" Including non-PyTorch", " Of the allocated memory", " If reserved", " Error code"):
             text = text.partition(advice)[0]

@@ -8,11 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from adaattn_hf.calibration.inputs import LEAST_HELD_OUT
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.errors import ModelUnavailable
 from adaattn_hf.eval.texts import read_documents
 from adaattn_hf.eval.windows import Encode
 from adaattn_hf.patches import checkpoint
@@ -24,13 +21,7 @@ LENGTHS = (4096, 2048, 1024, 512, 256, 128)
 def opened(name: str, **source: Any) -> tuple[Any, Encode]:
     """Returns a checkpoint's configuration and its tokenizer, else ModelUnavailable."""
     config = checkpoint.read_config(name, **source)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelUnavailable(
-            f"tokenizer: that of {name!r} cannot be loaded: {checkpoint.why_not(name, error)}"
-        ) from error
-    return config, partial(checkpoint.encoded, tokenizer)
+    return config, partial(checkpoint.encoded, checkpoint.read_tokenizer(name, **source))
 
 
 def count_tokens(paths: Sequence[Path], encode: Encode, enough: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import stat
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ class Place:
         checkpoint = None if model is None or not Path(model).is_dir() else Path(model)
         if not self.in_place:
             target = self.output_dir or Path(DEMO_DIRECTORY if model is None else PLAN_DIRECTORY)
-            if checkpoint is not None and target.resolve() == checkpoint.resolve():
+            if checkpoint is not None and os.path.realpath(target) == os.path.realpath(checkpoint):
                 raise UsageError(
                     f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
                     "--in-place to write into the model"
@@ -111,7 +112,7 @@ class Place:
 
 
 def _refuse_kept(target: Path, argument: str) -> None:
-    whole = target.resolve()
+    whole = Path(os.path.realpath(target))  # of a link that leads to itself, too
     remedy = "copy the model to a directory of your own, or leave --in-place out"
     if argument == "output_dir":
         remedy = "give another directory"

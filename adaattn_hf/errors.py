@@ -43,6 +43,17 @@ class JournalMismatch(EvalError):
     exit_code = 5
 
 
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+_FULL = (CPU_ALLOCATOR, "out of memory", "STATUS_ALLOC_FAILED")
+"""Words in the plain `RuntimeError` that torch raises where the machine, or a library of CUDA's, has no memory left."""
+
+
+def memory_is_full(error: Exception) -> bool:
+    """Whether an error says that the device, or the machine, has no memory left."""
+    words = " ".join(str(error).split())
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(one in words for one in _FULL))
+
+
 def unknown(argument: str, got: str, known: Iterable[str]) -> str:
     """The sentence for an unknown name: what came, the nearest known one, and all known ones."""
     names = sorted(known)

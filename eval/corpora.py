@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +110,8 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
     corpus, colon, where = spec.partition(":")
     in_its_form = corpus in HUB and bool(colon)
     path = Path(where if in_its_form else spec)
-    origin = path.resolve().name  # the name alone: a report speaks of data, not of one machine's directories
+    whole = Path(os.path.realpath(path))  # which takes links that lead to themselves as they are
+    origin = whole.name  # the name alone: a report speaks of data, not of one machine's directories
     try:
         if spec in HUB:
             return _from_hub(spec, split)
@@ -129,7 +131,7 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
             )
         if separator is not None and not separator:
             raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
-        return text_corpus(_texts(path, separator), origin, path.resolve().stem)
+        return text_corpus(_texts(path, separator), origin, whole.stem)
     except EvalError:
         raise
     except OSError as error:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal, get_args
 
 import torch
 import transformers as tf
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from adaattn_hf.backends.select import BackendRefusal, check_may_run_here
-from adaattn_hf.errors import ModelUnavailable, UsageError, nearest, unknown
+from adaattn_hf.errors import ModelUnavailable, UsageError, memory_is_full, nearest, unknown
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE, TENSORS_FILE
 
@@ -29,8 +33,13 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
-_LOADING = (OSError, ValueError, KeyError, ImportError)
-"""Errors that Transformers raises for a checkpoint that is missing, broken or needs a package."""
+_TOLD = (OSError, ValueError, ImportError)
+"""Errors by which Transformers says in words that a checkpoint is missing, broken or needs a package."""
+_TRUSTED = (
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, RuntimeError, TypeError,
+    SafetensorError, StrictDataclassError, UnpicklingError,
+)  # fmt: skip
+"""What else comes of files that are cut off, damaged or do not fit one another: Transformers takes them as they are."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ def _objective(config: Any, objective: str, name: str) -> Objective:
         if objective not in get_args(Objective):
             raise UsageError(unknown("objective", objective, ("auto", *get_args(Objective))))
         return objective  # type: ignore[return-value]
-    saved = config.architectures or []
+    saved = _architectures(config)
     if any(name.endswith("ForMaskedLM") for name in saved):
         return "masked"
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in saved):
@@ -165,8 +174,13 @@ def _objective(config: Any, objective: str, name: str) -> Objective:
     )
 
 
+def _architectures(config: Any) -> list[str]:
+    # as a file says them, which nobody has checked
+    return [*map(str, config.architectures)] if isinstance(config.architectures, list) else []
+
+
 def _saved_as(config: Any) -> str:
-    return ", ".join(config.architectures or ["nothing that its config names"])
+    return ", ".join(_architectures(config) or ["nothing that its config names"])
 
 
 def prefix_token(tokenizer: Any, name: str) -> int:
@@ -191,10 +205,26 @@ def read_config(model: str | Path, **source: Any) -> Any:
         )
     if "/" not in str(model) and _neighbour(model):  # misspelt: the Hub is not asked, which takes long to fail
         source["local_files_only"] = True
-    try:
+    with _reading(lambda error: _not_loaded(model, error)):
         return tf.AutoConfig.from_pretrained(model, **source)
-    except _LOADING as error:
-        raise _not_loaded(model, error) from error
+
+
+def read_tokenizer(name: str | Path, **source: Any) -> Any:
+    """Returns the tokenizer of a checkpoint, else ModelUnavailable."""
+    remedy = "put a tokenizer's files there, or name another one by --tokenizer where a command takes it"
+    with _reading(lambda error: f"tokenizer: cannot load {str(name)!r}: {why_not(name, error)}; {remedy}"):
+        return tf.AutoTokenizer.from_pretrained(name, **source)
+
+
+@contextmanager
+def _reading(sentence: Callable[[Exception], str]) -> Iterator[None]:
+    # files of a checkpoint are read by Transformers; memory that is full is no fault of theirs
+    try:
+        yield
+    except (*_TOLD, *_TRUSTED) as error:
+        if memory_is_full(error):
+            raise
+        raise ModelUnavailable(sentence(error)) from error
 
 
 def load(
@@ -225,20 +255,13 @@ def load(
     config = read_config(model, **source)
     torch_dtype = resolve_dtype(dtype_for(dtype, plans, config, "float32"))
     kind = _objective(config, objective, name)
-    try:
-        tokens = tf.AutoTokenizer.from_pretrained(tokenizer or model, **(elsewhere if tokenizer else source))
-    except _LOADING as error:
-        raise ModelUnavailable(
-            f"tokenizer: cannot load {str(tokenizer or model)!r}: {_first_line(error)}; pass --tokenizer NAME_OR_PATH"
-        ) from error
+    tokens = read_tokenizer(tokenizer or model, **(elsewhere if tokenizer else source))
     if prefixed and kind != "masked":
         prefix_token(tokens, name)
     auto: Any = tf.AutoModelForMaskedLM if kind == "masked" else tf.AutoModelForCausalLM
-    try:
-        attention = {} if implementation is None else {"attn_implementation": implementation}
+    attention = {} if implementation is None else {"attn_implementation": implementation}
+    with _reading(lambda error: _not_loaded(model, error)):
         result: Any = auto.from_pretrained(model, dtype=torch_dtype, output_loading_info=True, **attention, **source)
-    except _LOADING as error:
-        raise _not_loaded(model, error) from error
     loaded, report = result
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -252,9 +275,9 @@ def load(
     return Checkpoint(name, placed(loaded.eval(), device), tokens, kind)
 
 
-def _not_loaded(model: str | Path, error: Exception) -> ModelUnavailable:
+def _not_loaded(model: str | Path, error: Exception) -> str:
     files = sorted(path.name for path in Path(model).glob("*.gguf")) if Path(model).is_dir() else []
-    return ModelUnavailable(
+    return (
         f"model: cannot load {str(model)!r}: {why_not(model, error)}. Expected a hub id that can be reached or is "
         "cached, or a directory that save_pretrained wrote (a GGUF file needs --gguf-file"
         f"{' '.join(['', *files[:1]])})"
@@ -280,8 +303,9 @@ def _neighbour(model: str | Path) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    words = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
+    return words if words and isinstance(error, _TOLD) else f"{type(error).__name__}{words and ': '}{words}"
 
 
 def known_implementations() -> list[str]:

@@ -142,5 +142,5 @@ def unpad_calls(model: Holder) -> dict[str, int]:
     for module in model_in(model).modules():
         for part in module.__dict__.get(_SLOT, ()):
             if isinstance(part, Unpadding):
-                counts += part.calls
+                counts += Counter(part.calls)  # copied in one step: other threads may count meanwhile
     return dict(counts)

@@ -129,8 +129,8 @@ class BoundPlan:
     def close(self, trunk: nn.Module) -> None:
         """Closes the door again."""
         for hooks in (trunk._forward_pre_hooks, trunk._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key]
+            for key in [key for key, hook in [*hooks.items()] if getattr(hook, "__self__", None) is self]:
+                hooks.pop(key, None)  # blocks of two threads may close it at once
                 trunk._forward_hooks_always_called.pop(key, None)
 
     @property
@@ -296,7 +296,7 @@ def bound_plan(model: nn.Module) -> BoundPlan | None:
 
 def doors(trunk: nn.Module) -> Iterator[BoundPlan]:
     """Yields the plans whose door at a trunk is open: the model's own, and those of blocks."""
-    for hook in trunk._forward_pre_hooks.values():
+    for hook in [*trunk._forward_pre_hooks.values()]:  # in one step: blocks of other threads open and close doors
         if isinstance(owner := getattr(hook, "__self__", None), BoundPlan):
             yield owner
 

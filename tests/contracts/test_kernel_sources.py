@@ -69,14 +69,11 @@ def test_every_name_that_a_kernel_imports_is_in_the_package(name: str) -> None:
     assert list(absent(BUILDER["package_modules"](name), BUILDER["own_modules"](name))) == []
 
 
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("from .backends.select import attend_all", "backends.select.attend_all"),
-        ("from .backends import select\n\nselect.attend_all()", "backends.select.attend_all"),
-        ("def later():\n    from .plans import executed", "plans.executed"),
-    ],
-)
+@pytest.mark.parametrize(("line", "named"), [
+    ("from .backends.select import attend_all", "backends.select.attend_all"),
+    ("from .backends import select\n\nselect.attend_all()", "backends.select.attend_all"),
+    ("def later():\n    from .plans import executed", "plans.executed"),
+])  # fmt: skip
 def test_a_name_that_is_gone_is_found(line: str, named: str, tmp_path: Path) -> None:
     planted = {"planted.py": tmp_path / "planted.py"}
     planted["planted.py"].write_text(line + "\n")

@@ -28,6 +28,7 @@ DOCUMENTED = {
     "eval/corpora.py": {"datasets"},
     "eval/lm_eval_model.py": {"lm_eval.api.registry.register_model", "lm_eval.models.huggingface.HFLM"},
     "eval/metric/adaattn_perplexity/adaattn_perplexity.py": {"datasets", "evaluate"},
+    "patches/checkpoint.py": {"huggingface_hub.errors.StrictDataclassError"},
 }  # fmt: skip
 """The places of the table in docs/support.md, and all that they may name of those packages."""
 

@@ -179,15 +179,12 @@ def test_explain_reads_the_configuration_alone(llama: Path, tmp_path: Path) -> N
     assert "flash-attn is not installed" in result.output or "flash-attn's kernels run on CUDA" in result.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (("{llama}", "--attn-implementation", "sdpa"), 2, "attn_implementation: got 'sdpa'"),
-        (("{llama}", "--attn-implementation", "adaattn_fa2", "--device", "cpu"), 4, "cannot explain"),
-        (("/nowhere",), 4, "there is no such directory"),
-        (("{llama}", "--dtype", "int4"), 2, "Invalid value for '--dtype'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "code", "says"), [
+    (("{llama}", "--attn-implementation", "sdpa"), 2, "attn_implementation: got 'sdpa'"),
+    (("{llama}", "--attn-implementation", "adaattn_fa2", "--device", "cpu"), 4, "cannot explain"),
+    (("/nowhere",), 4, "there is no such directory"),
+    (("{llama}", "--dtype", "int4"), 2, "Invalid value for '--dtype'"),
+])  # fmt: skip
 def test_explain_refuses(llama: Path, arguments: tuple[str, ...], code: int, says: str) -> None:
     adaattn("explain", *(a.format(llama=llama) for a in arguments), code=code, says=says)
 

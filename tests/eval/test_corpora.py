@@ -104,12 +104,16 @@ def test_without_a_hub_the_message_names_the_remedy(hub: dict[str, Any], name: s
     (None, "{path}", "no file or directory here"), (None, "wikitext:{path}", "does not exist"),
     (None, "lambada:{path}", "does not exist"), ("", "{path}", "no text"),
     ("\n", "wikitext:{path}", "no text"), ("word\n", "lambada:{path}", "at least two words"),
-    (b"caf\xe9", "{path}", "as UTF-8"),
+    (b"caf\xe9", "{path}", "as UTF-8"), (None, "{path}.link", "no file or directory here"),
+    ("", "{path}.json", "is empty"), ("", "{path}.csv", "is empty"), ("", "{path}.parquet", "is empty"),
 ])  # fmt: skip
 def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: str, says: str) -> None:
     path = tmp_path / "text.txt"
-    if content is not None:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    place = Path(spec.format(path=path).rpartition(":")[2])
+    if place.suffix == ".link":
+        place.symlink_to(place)  # which leads to itself
+    elif content is not None:
+        place.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataUnavailable, match=says):
         corpora.load(spec.format(path=path))
 

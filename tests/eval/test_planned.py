@@ -104,14 +104,11 @@ def test_streaming_without_what_it_needs_is_refused(llama: Path) -> None:
         runner.evaluate(loaded, OWN_PAGES, Settings(cache="int8", streaming=True))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--plan", "nowhere"), "does not exist"),
-        (("--plan", "none", "--attn-implementation", "eager"), "knows no plans"),
-        (("--baseline-plan", "none", "--baseline", "sdpa"), "knows no plans"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    (("--plan", "nowhere"), "does not exist"),
+    (("--plan", "none", "--attn-implementation", "eager"), "knows no plans"),
+    (("--baseline-plan", "none", "--baseline", "sdpa"), "knows no plans"),
+])  # fmt: skip
 def test_wrong_plans_are_refused(
     llama: Path, texts: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:

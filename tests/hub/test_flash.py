@@ -201,32 +201,26 @@ def test_the_operators_are_what_torch_asks_of_operators(flash: Any) -> None:
     assert hasattr(torch.ops.adaattn_hf, "native_attend")
 
 
-@pytest.mark.parametrize(
-    ("function", "names"),
-    [
-        (
-            "flash_attn_varlen_func",
-            "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap "
-            "deterministic block_table page_table s_aux learnable_sink",
-        ),
-        ("flash_attn_func", "dropout_p softmax_scale causal window_size softcap deterministic s_aux"),
-        ("flash_attn_with_kvcache", "cache_seqlens block_table page_table softmax_scale causal window_size softcap"),
-    ],
-)
+@pytest.mark.parametrize(("function", "names"), [
+    (
+        "flash_attn_varlen_func",
+        "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal window_size softcap "
+        "deterministic block_table page_table s_aux learnable_sink",
+    ),
+    ("flash_attn_func", "dropout_p softmax_scale causal window_size softcap deterministic s_aux"),
+    ("flash_attn_with_kvcache", "cache_seqlens block_table page_table softmax_scale causal window_size softcap"),
+])  # fmt: skip
 def test_transformers_finds_the_arguments_that_it_looks_for(flash: Any, function: str, names: str) -> None:
     assert set(names.split()) <= set(inspect.signature(getattr(flash, function)).parameters)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"dropout_p": 0.1}, "dropout_p: got 0.1, expected 0"),
-        ({"alibi_slopes": torch.ones(2)}, "alibi_slopes: got Tensor, expected None"),
-        ({"window_size": (3, 1)}, "window_size: got \\(3, 1\\)"),
-        ({"s_aux": torch.ones(3)}, "s_aux: got shape \\(3,\\)"),
-        ({"s_aux": torch.ones(2), "learnable_sink": torch.ones(2)}, "another name"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "words"), [
+    ({"dropout_p": 0.1}, "dropout_p: got 0.1, expected 0"),
+    ({"alibi_slopes": torch.ones(2)}, "alibi_slopes: got Tensor, expected None"),
+    ({"window_size": (3, 1)}, "window_size: got \\(3, 1\\)"),
+    ({"s_aux": torch.ones(3)}, "s_aux: got shape \\(3,\\)"),
+    ({"s_aux": torch.ones(2), "learnable_sink": torch.ones(2)}, "another name"),
+])  # fmt: skip
 def test_what_is_not_computed_is_refused_by_name(flash: Any, asked: dict[str, Any], words: str) -> None:
     q = drawn(1, 4, 2, 8)
     flash.flash_attn_func(q, q, q)

@@ -258,20 +258,17 @@ STEP: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Module"),
-        ({"position_bias": torch.ones(1)}, "^position_bias: got Tensor"),
-        ({"sinks": torch.ones(4)}, "^sinks: got Tensor"),
-        ({"attention_mask": torch.ones(1, 1, 8, 16)}, "^attention_mask: got a mask in a step"),
-        ({"dropout": 0.5}, r"^dropout: got 0\.5 in a step"),
-        ({"is_causal": False}, "^is_causal: got False in a step"),
-        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "^cu_seqlens_q: got .* at most 8 tokens"),
-        ({"cu_seq_lens_q": None}, "leave the block for everything else"),
-        ({"read_index": None}, "leave the block for everything else"),
-    ],
-)
+@pytest.mark.parametrize(("keywords", "words"), [
+    ({"alibi": torch.ones(4)}, "^alibi: got Tensor from Module"),
+    ({"position_bias": torch.ones(1)}, "^position_bias: got Tensor"),
+    ({"sinks": torch.ones(4)}, "^sinks: got Tensor"),
+    ({"attention_mask": torch.ones(1, 1, 8, 16)}, "^attention_mask: got a mask in a step"),
+    ({"dropout": 0.5}, r"^dropout: got 0\.5 in a step"),
+    ({"is_causal": False}, "^is_causal: got False in a step"),
+    ({"cu_seq_lens_q": torch.tensor([0, 9])}, "^cu_seqlens_q: got .* at most 8 tokens"),
+    ({"cu_seq_lens_q": None}, "leave the block for everything else"),
+    ({"read_index": None}, "leave the block for everything else"),
+])  # fmt: skip
 def test_what_a_step_does_not_serve_is_refused(keywords: dict[str, Any], words: str) -> None:
     query = torch.randn(1, 4, 8, 16)
     with pytest.raises(ValueError, match=words):

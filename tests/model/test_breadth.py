@@ -300,14 +300,11 @@ def test_check_lets_routed_families_pass(family: str) -> None:
     check(tf.AutoConfig.for_model(family))
 
 
-@pytest.mark.parametrize(
-    ("family", "how"),
-    [
-        *((family, "does not route its attention") for family in ("bloom", "rembert", "mpnet")),
-        ("inkling2_text", "gives every token attention sinks of its own"),
-        ("deepseek_v4", "extends the mask by scores of its own"),
-    ],
-)
+@pytest.mark.parametrize(("family", "how"), [
+    *((family, "does not route its attention") for family in ("bloom", "rembert", "mpnet")),
+    ("inkling2_text", "gives every token attention sinks of its own"),
+    ("deepseek_v4", "extends the mask by scores of its own"),
+])  # fmt: skip
 def test_a_model_that_no_kernel_here_serves_raises_one_sentence(family: str, how: str) -> None:
     config = configured(family, dict(n_head=4, n_layer=2) if family == "bloom" else {})
     model = tf.AutoModel.from_config(config, attn_implementation="adaattn").eval()

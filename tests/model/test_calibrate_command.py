@@ -429,15 +429,12 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
     assert calls.call_count == 4
 
 
-@pytest.mark.parametrize(
-    ("where", "doing", "measured"),
-    [
-        ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
-        ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
-        ("calibration.search.compare", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
-        ("calibration.proof.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("where", "doing", "measured"), [
+    ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
+    ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
+    ("calibration.search.compare", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
+    ("calibration.proof.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
+])  # fmt: skip
 def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
     model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     where: str, doing: str, measured: tuple[int, int],

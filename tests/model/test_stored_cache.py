@@ -230,18 +230,15 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         adaattn_hf.prepare(fresh_pair("bert").ours, cache="int8", unpad=False)
 
 
-@pytest.mark.parametrize(
-    ("room", "words"),
-    [
-        ({"growth": 1.0}, r"growth: got 1\.0, expected a factor larger than 1"),
-        ({"reserve": -1}, "reserve: got -1, expected a number of tokens, 0 or more"),
-        ({"growth": "2"}, "growth: got '2', expected a factor"),
-        ({"reserve": 3.5}, r"reserve: got 3\.5, expected a number of tokens"),
-        ({"max_cache_len": 0}, "max_cache_len: got 0, expected a number of tokens, 1 or more; leave it out"),
-        ({"max_cache_len": 9, "reserve": 10}, "got 9, expected a number of tokens, 10 or more, as reserve says"),
-        ({"offloading": True}, "offloading: got True for a model on cpu, expected one on a CUDA device"),
-    ],
-)
+@pytest.mark.parametrize(("room", "words"), [
+    ({"growth": 1.0}, r"growth: got 1\.0, expected a factor larger than 1"),
+    ({"reserve": -1}, "reserve: got -1, expected a number of tokens, 0 or more"),
+    ({"growth": "2"}, "growth: got '2', expected a factor"),
+    ({"reserve": 3.5}, r"reserve: got 3\.5, expected a number of tokens"),
+    ({"max_cache_len": 0}, "max_cache_len: got 0, expected a number of tokens, 1 or more; leave it out"),
+    ({"max_cache_len": 9, "reserve": 10}, "got 9, expected a number of tokens, 10 or more, as reserve says"),
+    ({"offloading": True}, "offloading: got True for a model on cpu, expected one on a CUDA device"),
+])  # fmt: skip
 def test_what_a_cache_cannot_have_is_refused_before_a_token_comes(room: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         AdaAttnCache(llama(), **room)

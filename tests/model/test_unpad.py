@@ -1,6 +1,7 @@
 """Whole models without padding against stock models with it: outputs, losses, gradients, generation."""
 
 import copy
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,14 @@ def test_a_row_of_nothing_but_padding_is_zero_and_disturbs_nobody() -> None:
         expected, actual = (m(tokens(), attention_mask=mask).logits for m in (stock, ours))
     assert_same(expected, actual, mask)
     assert actual[1].abs().max() == 0
+    assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
+
+
+def test_counts_that_grow_while_they_are_read() -> None:
+    _, ours = made("llama")
+    # while somebody reads them one by one, another thread counts a call of another kind
+    grow = {"items": lambda self: ((name, self.update({"other": 1}) or 1) for name in self)}
+    ours.__dict__["_adaattn_prepared"][-1].calls = type("Calls", (Counter,), grow)({UNPADDED: 1})
     assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import adaattn_hf
 from adaattn_hf.patches.observe.spans import spans
+from adaattn_hf.patches.plans.bound import BoundPlan, doors
 from adaattn_hf.patches.plans.slots import BLOCKS, instead
 from adaattn_hf.plans.plan import Plan, PlanError
 
@@ -227,3 +228,15 @@ def test_what_was_checked_dies_with_the_model() -> None:
     del case
     gc.collect()
     assert gone() is None
+
+
+def test_doors_that_other_threads_close_meanwhile(small: Case) -> None:
+    trunk, bound = small.model.model, BoundPlan.of(small.model, small.plans["wide"])  # type: ignore[arg-type]
+    hooks = trunk._forward_pre_hooks
+    # while somebody asks whose hook it is, another thread closes all doors
+    hook = type("Hook", (), {"__self__": property(lambda self: hooks.clear())})
+    for look in (lambda: [*doors(trunk)], lambda: bound.close(trunk)):
+        bound.open(trunk)
+        hooks[-1] = hook()
+        look()
+        assert not hooks

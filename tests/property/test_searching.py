@@ -223,14 +223,11 @@ def test_it_reports_a_graph_that_keeps_what_one_mask_hid(monkeypatch: pytest.Mon
     assert "call 2: off by" in reported(graphs.graphed(), graphs.judge, 600, traced)
 
 
-@pytest.mark.parametrize(
-    ("guard", "instead", "told"),
-    [
-        ("check_call", lambda *_: None, "served with"),
-        ("with_documents", lambda structure, *_: structure, "off by"),
-        ("transform_at_work", lambda: None, ""),
-    ],
-)
+@pytest.mark.parametrize(("guard", "instead", "told"), [
+    ("check_call", lambda *_: None, "served with"),
+    ("with_documents", lambda structure, *_: structure, "off by"),
+    ("transform_at_work", lambda: None, ""),
+])  # fmt: skip
 def test_it_reports_a_door_without_a_guard(
     monkeypatch: pytest.MonkeyPatch, guard: str, instead: Any, told: str
 ) -> None:

@@ -321,18 +321,15 @@ def test_a_device_that_is_not_here_is_one_sentence_at_every_command(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("count", "says"),
-    [
-        (0, "device: got 'cuda:2', expected auto or cpu, since torch sees no CUDA devices here; give --device cpu"),
-        (1, "expected auto or cpu or cuda or cuda:0, since torch sees 1 CUDA device here; give --device cuda"),
-        (
-            2,
-            "expected auto or cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; "
-            "give --device cuda",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("count", "says"), [
+    (0, "device: got 'cuda:2', expected auto or cpu, since torch sees no CUDA devices here; give --device cpu"),
+    (1, "expected auto or cpu or cuda or cuda:0, since torch sees 1 CUDA device here; give --device cuda"),
+    (
+        2,
+        "expected auto or cpu or cuda or cuda:0 or cuda:1, since torch sees 2 CUDA devices here; "
+        "give --device cuda",
+    ),
+])  # fmt: skip
 def test_the_sentence_names_the_devices_that_are_here(count: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

@@ -79,13 +79,10 @@ def test_a_window_looks_as_far_ahead_as_back_and_keeps_the_first_keys() -> None:
     assert documents[150, :100].max() == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "limit", "planned"),
-    [
-        ("right padding", 200, [[False] * N, [True] * N]),  # rows of padding are nobody's
-        ("documents", 80, [[False] * 200 + [True] * 70] * 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "limit", "planned"), [
+    ("right padding", 200, [[False] * N, [True] * N]),  # rows of padding are nobody's
+    ("documents", 80, [[False] * 200 + [True] * 70] * 2),
+])  # fmt: skip
 def test_sequences_longer_than_the_plan_speaks_for_are_exact_as_a_whole(
     name: str, limit: int, planned: list[list[bool]]
 ) -> None:

@@ -62,17 +62,14 @@ def test_a_plan_without_the_hash_of_its_model_is_none(missing: str) -> None:
         of(weight_hash=missing)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("configuration", {}, "configuration is empty, expected the model's settings; calibrate again"),
-        ("configuration", [], "configuration is list, expected a mapping"),
-        ("format", PLAN_FORMAT - 1, "plan format is 1, this version reads 2; calibrate again"),
-        ("protocol", {"settings": []}, r"protocol\.settings is list"),
-        ("protocol", {"scoring": 5}, r"protocol\.scoring is int"),
-        ("protocol", {"decode": "fast"}, r"protocol\.decode is 'fast'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("configuration", {}, "configuration is empty, expected the model's settings; calibrate again"),
+    ("configuration", [], "configuration is list, expected a mapping"),
+    ("format", PLAN_FORMAT - 1, "plan format is 1, this version reads 2; calibrate again"),
+    ("protocol", {"settings": []}, r"protocol\.settings is list"),
+    ("protocol", {"scoring": 5}, r"protocol\.scoring is int"),
+    ("protocol", {"decode": "fast"}, r"protocol\.decode is 'fast'"),
+])  # fmt: skip
 def test_fields_that_say_nothing_of_the_model_or_the_proof_are_refused(name: str, value: Any, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         of(**{name: value})

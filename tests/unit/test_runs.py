@@ -64,14 +64,11 @@ def test_places_say_without_data_which_rows_a_plan_speaks_for() -> None:
     assert MaskStructure(1, 3, 9, True, torch.tensor(6)).query_positions is None
 
 
-@pytest.mark.parametrize(
-    ("cu_q", "cu_k", "words"),
-    [
-        ((0, 4), (0, 4, 8), "^cu_seqlens_k: got 3 entries"),
-        ((0, 4, 3), (0, 4, 8), "^cu_seqlens_q: got .* running sums"),
-        ((0, 4), (0, 99), "^cu_seqlens_k: got .* at most 9 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("cu_q", "cu_k", "words"), [
+    ((0, 4), (0, 4, 8), "^cu_seqlens_k: got 3 entries"),
+    ((0, 4, 3), (0, 4, 8), "^cu_seqlens_q: got .* running sums"),
+    ((0, 4), (0, 99), "^cu_seqlens_k: got .* at most 9 tokens"),
+])  # fmt: skip
 def test_sums_that_cannot_be_are_refused(cu_q: tuple[int, ...], cu_k: tuple[int, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         aligned_runs(cu_q, cu_k, 9, 9, True)

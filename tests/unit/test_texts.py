@@ -59,29 +59,26 @@ def test_other_encodings_are_refused_with_the_remedy(tmp_path: Path, name: str) 
             read(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("null.jsonl", b'{"text": "one"}\n{"text": null}\n', r"null\.jsonl.*field 'text' is null, expected a string"),
-        ("number.jsonl", b'{"text": 7}\n', "field 'text' is a number, expected a string"),
-        ("list.jsonl", b'["one"]\n', "is a list, expected an object with the text field 'text'"),
-        ("other.jsonl", b'{"body": "one"}\n', "has 'body', expected the text field 'text'.*rename"),
-        ("marked.txt", "one two".encode("utf-16"), "is text in UTF-16, expected .* iconv -f UTF-16 -t UTF-8"),
-        ("rows.jsonl", '{"text": "one"}'.encode("utf-16"), "is text in UTF-16, .* iconv -f UTF-16 "),
-        ("little.txt", "one two".encode("utf-16-le"), "is text in UTF-16, .* iconv -f UTF-16LE"),
-        ("big.txt", "one two".encode("utf-16-be"), "is text in UTF-16, .* iconv -f UTF-16BE"),
-        ("wide.txt", "one two".encode("utf-32"), "is text in UTF-32, .* iconv -f UTF-32"),
-        ("one.txt.gz", gzip.compress(b"one two", mtime=0), "is compressed by gzip, .*: gunzip"),
-        ("rows.jsonl.gz", gzip.compress(b'{"text": "one"}', mtime=0), "is compressed by gzip, .*: gunzip"),
-        ("one.txt.xz", lzma.compress(b"one two"), "is compressed by xz, .*: unxz"),
-        ("one.txt.bz2", bz2.compress(b"one two"), "is compressed by bzip2, .*: bunzip2"),
-        ("one.pdf", b"%PDF-1.7\n", "is a PDF, .*: pdftotext"),
-        ("model.safetensors", b'\x98;\0\0\0\0\0\0{"lm_head": \xff\xfe}', "is a binary file .* expected text in UTF-8"),
-        ("model.bin", bytes(64), "is a binary file"),
-        ("late.txt", b"one " * CHARS + b"\0", "holds zero bytes"),
-        ("rows.tsv", b"text\tlabel\none\t1\n", "is a table, expected plain text or a .jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("null.jsonl", b'{"text": "one"}\n{"text": null}\n', r"null\.jsonl.*field 'text' is null, expected a string"),
+    ("number.jsonl", b'{"text": 7}\n', "field 'text' is a number, expected a string"),
+    ("list.jsonl", b'["one"]\n', "is a list, expected an object with the text field 'text'"),
+    ("other.jsonl", b'{"body": "one"}\n', "has 'body', expected the text field 'text'.*rename"),
+    ("marked.txt", "one two".encode("utf-16"), "is text in UTF-16, expected .* iconv -f UTF-16 -t UTF-8"),
+    ("rows.jsonl", '{"text": "one"}'.encode("utf-16"), "is text in UTF-16, .* iconv -f UTF-16 "),
+    ("little.txt", "one two".encode("utf-16-le"), "is text in UTF-16, .* iconv -f UTF-16LE"),
+    ("big.txt", "one two".encode("utf-16-be"), "is text in UTF-16, .* iconv -f UTF-16BE"),
+    ("wide.txt", "one two".encode("utf-32"), "is text in UTF-32, .* iconv -f UTF-32"),
+    ("one.txt.gz", gzip.compress(b"one two", mtime=0), "is compressed by gzip, .*: gunzip"),
+    ("rows.jsonl.gz", gzip.compress(b'{"text": "one"}', mtime=0), "is compressed by gzip, .*: gunzip"),
+    ("one.txt.xz", lzma.compress(b"one two"), "is compressed by xz, .*: unxz"),
+    ("one.txt.bz2", bz2.compress(b"one two"), "is compressed by bzip2, .*: bunzip2"),
+    ("one.pdf", b"%PDF-1.7\n", "is a PDF, .*: pdftotext"),
+    ("model.safetensors", b'\x98;\0\0\0\0\0\0{"lm_head": \xff\xfe}', "is a binary file .* expected text in UTF-8"),
+    ("model.bin", bytes(64), "is a binary file"),
+    ("late.txt", b"one " * CHARS + b"\0", "holds zero bytes"),
+    ("rows.tsv", b"text\tlabel\none\t1\n", "is a table, expected plain text or a .jsonl"),
+])  # fmt: skip
 def test_what_is_no_plain_text_is_refused_with_the_way_to_make_it_so(
     tmp_path: Path, name: str, content: bytes, words: str
 ) -> None:

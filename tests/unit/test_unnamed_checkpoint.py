@@ -1,8 +1,10 @@
-"""Checkpoints whose configuration names no class: a GGUF file, and a directory whose `architectures` are gone."""
+"""Checkpoints whose configuration names no class (GGUF files, directories without `architectures`), and broken ones."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -72,6 +74,34 @@ def test_a_directory_of_a_plan_alone_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adaattn_plan.safetensors").write_bytes(b"")
     with pytest.raises(ModelUnavailable, match=f"holds a plan and no weights.* --plan {tmp_path}"):
         load(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelUnavailable, match="cannot load"):
-        load(tmp_path)
+
+
+WHOLE = (demo_model_path("llama") / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    *(("config.json", {name: value}) for name, value in {
+        "num_attention_heads": 0, "hidden_size": "x", "vocab_size": 10, "dtype": "no_such_dtype", "architectures": [3],
+        "pad_token_id": 10**9, "quantization_config": 3, "layer_types": ["x"], "rope_parameters": 3,
+    }.items()),
+    ("config.json", b"null"), ("config.json", b"[" * 100_000), ("generation_config.json", b"[]"),
+    ("tokenizer.json", b"[]"), ("tokenizer_config.json", b"[]"), ("model.safetensors.index.json", b"[]"),
+    ("model.safetensors", b""), ("model.safetensors", WHOLE[:20]), ("model.safetensors", WHOLE[:-1]),
+    ("pytorch_model.bin", b""), ("pytorch_model.bin", b"no pickle"), ("pytorch_model.bin", b"PK\x03\x04"),
+], ids=lambda value: value if isinstance(value, str) else repr(value)[:30])  # fmt: skip
+def test_a_damaged_checkpoint_is_a_sentence(name: str, content: Any, tmp_path: Path) -> None:
+    path = shutil.copytree(demo_model_path("llama"), tmp_path / "model") / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_bytes()) | content).encode()
+    if "model" in name:
+        (path.parent / "model.safetensors").unlink()
+    path.write_bytes(content)
+    with pytest.raises(ModelUnavailable, match=r"^(model|tokenizer): "):
+        load(path.parent)
+
+
+def test_memory_that_is_full_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(demo_model_path("llama"))
