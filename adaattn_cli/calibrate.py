@@ -28,7 +28,7 @@ from adaattn_hf.plans.wording import allowed
 
 from .ending import ending, room_or_sentence, use_threads, writable
 from .fit import fit_to_text, opened
-from .job import Job, job_of, out_of_memory, outlook, scoring_of
+from .job import STAGES, Job, job_of, out_of_memory, outlook, scoring_of
 from .options import Done, Options
 from .place import Place, folders, refuse_other_plan
 from .storing import BUDGET_NOT_MET, Show, proven_in, store, stored
@@ -102,7 +102,7 @@ def calibrated(
     """
     wanted = processes.device_of(team, rank, job.options.device)
     device, several = resolve_device(wanted), len(job.budgets) > 1
-    about, worst, results, shown = "", 0, dict[str, Any](), list[Show]()
+    about, under_way, worst, results, shown = "", "", 0, dict[str, Any](), list[Show]()
     quiet = job.options.quiet or not team.leads
 
     def say(sentence: str, details: str = "") -> None:
@@ -117,12 +117,11 @@ def calibrated(
                     say(line)
 
             def step(stage: str, done: int, total: int) -> None:
-                progress(f"{stage}{about}", done, total)
+                nonlocal under_way
+                under_way = stage
+                progress(STAGES.get(stage, stage) + about, done, total)
 
-            def no_room(error: str) -> str:
-                return out_of_memory(job, device, progress.stage.partition(" for ")[0], error)
-
-            with room_or_sentence(no_room):
+            with room_or_sentence(lambda error: out_of_memory(job, device, under_way, error)):
                 inputs = open_inputs(
                     Subject(placed(loaded.model, wanted)),
                     loaded.encode,

@@ -92,9 +92,9 @@ def findings() -> Iterator[Finding]:
     yield Finding("cpu", platform.system(), f"{platform.machine()}, {os.cpu_count()} cores")
     try:
         if kernels := library():
-            yield Finding("cpu", "native kernels", f"{kernels.level_name} of {', '.join(level_names())}")
+            yield Finding("cpu", "native kernels", f"for {kernels.level_name} (built for {', '.join(level_names())})")
             if of_level(kernels.level_name).bf16:
-                yield Finding("cpu", "bfloat16", "in hardware, for encoders")
+                yield Finding("cpu", "bfloat16", "in hardware: load encoders in it")
         else:
             first = "" if compiler() else "apt install g++, or conda install cxx-compiler; then "
             build = f"{first}python -m adaattn_hf.backends.native"

@@ -20,6 +20,13 @@ from adaattn_hf.policy.prices import PriceTable
 from .options import Options
 from .place import nats
 
+STAGES = {
+    "estimate": "estimating the time", "moments": "reading each layer", "risk": "measuring risks",
+    "prices": "timing choices", "joint": "trying plans", "plans": "finding and verifying plans",
+    "speed": "timing the model",
+}  # fmt: skip
+"""What a user reads of the stages of a calibration."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -87,8 +94,8 @@ def outlook(job: Job, stages: Mapping[str, float]) -> list[str]:
     """Returns lines on how long a calibration takes, what would make it shorter, and what an interrupt keeps."""
     s, stages = job.settings, {**stages, "plans": len(job.budgets) * stages["plans"]}
     total = sum(stages.values())
-    parts = {"risk": "measuring risks", "prices": "timing choices", "plans": "finding and verifying plans"}
-    by_stage = ", ".join(f"{words} {duration(stages[stage])}" for stage, words in parts.items() if stages[stage])
+    told = [one for one in ("risk", "prices", "plans") if stages[one]]
+    by_stage = ", ".join(f"{STAGES[one]} {duration(stages[one])}" for one in told)
     shorter = [f"--lengths {s.lengths[-1] // 2}"]
     if stages["risk"] > stages["plans"]:
         shorter += [f"--sequences {s.sequences // 2}"] * (s.sequences > 1)

@@ -25,7 +25,7 @@ from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
 from adaattn_hf.patches.models.cache_keyword import cache_keyword
 from adaattn_hf.patches.plans.subject import Subject
 
-from ..stats.stopwatch import timed
+from ..stats.stopwatch import Elapsed, timed
 from .settings import CalibrationSettings
 from .state import CalibrationState, Known
 
@@ -33,10 +33,9 @@ FORETOLD = 256
 """Sequences of no more tokens soon tell by themselves how long a calibration takes."""
 SHORTEST, PARTS = 128, 8
 """Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work."""
-SEARCHED = 7
-"""Whole plans that are measured on calibration text as a rule."""
-CANDIDATES = 5
-"""Those of them that held-out text judges as a rule."""
+SEARCHED, CANDIDATES = 5, 3
+"""Whole plans that are foretold on calibration text, and on held-out text: one to seven come, with less than half to
+about twice the time of so many."""
 LEAST_HELD_OUT = 6
 """Held-out sequences that a verification makes do with where the text is short."""
 STATES = 1 << 30
@@ -248,7 +247,6 @@ def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: in
 class Pace:
     """Seconds of the steps for one sequence of each length."""
 
-    moments: Mapping[int, float]  # the pass that finds the layers
     pair: Mapping[int, float]  # one with exact attention and one with a plan, compared
     risk: Mapping[int, float]  # the passes that measure risks
     prices: Mapping[int, float]  # of all choices, for all sequences together
@@ -260,7 +258,7 @@ class Pace:
         judged = s.held_out * (1 + CANDIDATES) / 2 + s.haystacks * CANDIDATES
         passes = ((s.rounds + 1) * s.prompts + 1) * bool(s.rounds)  # whole ones that are timed
         return {
-            "moments": sum(self.moments.values()),
+            "moments": sum(self.pair.values()) / 2,  # the passes that find the layers
             "risk": sum(self.risk.values()) * (s.sequences + 1) / size,  # the first one is asked for needles, too
             "prices": sum(self.prices.values()),
             "plans": ((searched + judged) / size + passes) * pairs,
@@ -270,15 +268,24 @@ class Pace:
 def seconds_at(
     lengths: Sequence[int], device: torch.device, step: Callable[[int], Callable[[], object]]
 ) -> dict[int, float]:
-    """Returns the seconds of a step by length; `step` prepares it for so many tokens. Two short sequences are timed."""
+    """Returns the seconds of a step by length; `step` prepares it for so many tokens. Two short sequences are timed.
 
-    def seconds(tokens: int) -> float:
+    What else runs on a CPU stretches both, in parts that change: the work is told by the processor's time, and the
+    clock by how much it stretched all of that.
+    """
+    on_cpu, runs = device.type == "cpu", list[Elapsed]()
+
+    def seconds(tokens: int, times: int = 2) -> float:  # the first one compiles, or finds memory
         call = step(tokens)
-        return min(timed(call, device)[1].wall for _ in range(2))  # the first one compiles, or finds memory
+        runs.extend(last := [timed(call, device)[1] for _ in range(times)])
+        return min(one.process if on_cpu else one.wall for one in last)
 
     fewer = max(SHORTEST, lengths[-1] // PARTS)
     more = min(2 * fewer, lengths[-1])
-    short, long = seconds(fewer), seconds(more)
+    short, long = seconds(fewer), seconds(more, 1 if on_cpu else 2)
+    if on_cpu:
+        stretched = sum(one.wall for one in runs) / max(sum(one.process for one in runs), 1e-9)
+        short, long = short * stretched, long * stretched
     square = (long / more - short / fewer) / (more - fewer)
     if square > 0.0:  # tokens, and their pairs
         return {length: length * (short / fewer + square * (length - fewer)) for length in lengths}

@@ -59,10 +59,9 @@ def pace_of(inputs: Inputs) -> Pace:
         short = brief(tokens)
         return partial(_prices, short, observe_layers(short))
 
-    steps = (lambda tokens: partial(observe_layers, brief(tokens))), pair, risk, prices
-    moments, pairs, risks, priced = (seconds_at(lengths, arms.device, step) for step in steps)
+    pairs, risks, priced = (seconds_at(lengths, arms.device, step) for step in (pair, risk, prices))
     passes = 1 + inputs.scoring.generates  # one for the needles
-    return Pace(moments, pairs, {length: seconds / passes for length, seconds in risks.items()}, priced)
+    return Pace(pairs, {length: seconds / passes for length, seconds in risks.items()}, priced)
 
 
 def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:

@@ -97,7 +97,7 @@ def test_a_plan_is_made_shown_stored_reloaded_and_refused_elsewhere(
     model: Path, run: Run, material: tuple[str, str]
 ) -> None:
     says = (
-        "risk: done after", "bf16: products in bfloat16", "perplexity ",
+        "measuring risks: done after", "bf16: products in bfloat16", "perplexity ",
         ", allowed +1 % (95 %, held-out text) · whole model ", f"plan: {model}", "load_plan(model, ",
         f"adaattn eval {model} --plan {model} --data {material[0]}",
     )  # fmt: skip
@@ -630,10 +630,14 @@ def test_long_sequences_are_foretold_by_short_ones(
 
         return run
 
-    monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.perf_counter", lambda: clock[0])
+    # other programs take half of the processor and more, every run another part of it
+    monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.process_time", lambda: clock[0])
+    monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.perf_counter", lambda: 3.0 * clock[0] + len(asked) / 100)
     found = seconds_at((4096, 16384), torch.device("cpu"), step)
+    stretched = 3.0 + len(asked) / 100 / clock[0]
     for length, seconds in found.items():
-        assert seconds == pytest.approx(per_token * length + per_pair * length**2 + once, rel=0.01)
+        expected = per_token * length + per_pair * length**2 + once
+        assert seconds == pytest.approx(stretched * expected, rel=0.01)
     assert max(asked) <= 4096, "the longest sequences are not run"
 
 
@@ -653,7 +657,7 @@ def test_what_is_foretold_is_told_before_the_first_pass(model: Path, run: Run, t
     size = SIZE.replace(f"--lengths {LENGTH}", "--lengths 288")
     said = run(model, "--output-dir", tmp_path / "plan", size=size, priced=False, code=(0, BUDGET_NOT_MET)).output
     told, kept = said.index("time: about "), said.index(f"Ctrl-C keeps what is measured by then in {tmp_path}")
-    assert told < kept < said.index("moments: done")
+    assert told < kept < said.index("reading each layer: done")
 
 
 def test_moments_are_kept_as_they_are_made_and_said_to_be_kept_only_then(

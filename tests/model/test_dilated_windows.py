@@ -44,7 +44,7 @@ def places_of_dilation(source: str) -> Iterator[str]:
 
 
 def test_no_model_of_transformers_hands_over_a_dilated_window() -> None:
-    """Once one does, a rule of the structure pays: docs/footguns.md says why there is none."""
+    """Once one does, a rule of the structure pays: docs/troubleshooting.md says why there is none."""
     files = [SOURCE / "masking_utils.py", *(SOURCE / "models").rglob("modeling_*.py")]
     assert len(files) > 300
     found = {str(file.relative_to(SOURCE)): list(places_of_dilation(file.read_text("utf-8"))) for file in files}

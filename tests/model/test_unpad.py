@@ -246,7 +246,7 @@ def test_labels_at_padding_have_the_loss_of_the_padded_form(name: str) -> None:
     assert adaattn_hf.unpad_calls(ours) == {"a label is scored at a padding position": 1}
 
 
-def test_the_footguns_say_how_many_answers_at_padding_change() -> None:
+def test_the_page_of_surprises_says_how_many_answers_at_padding_change() -> None:
     """A start that is chosen among all positions: at padding a prepared model's scores are its bias."""
     stock, ours = build(tf.BertForQuestionAnswering, config_of("bert"))
     adaattn_hf.prepare(ours)
@@ -258,7 +258,7 @@ def test_the_footguns_say_how_many_answers_at_padding_change() -> None:
     changed = int((expected.argmax(1) != found.argmax(1)).sum())
     among_real = [scores.masked_fill(~mask, -torch.inf).argmax(1) for scores in (expected, found)]
     assert torch.equal(*among_real)
-    said = (Path(__file__).parents[2] / "docs" / "footguns.md").read_text(encoding="utf-8")
+    said = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     assert 0 < changed < 100
     assert f"{changed} of 100 answers" in " ".join(said.split()), changed
 
