@@ -23,7 +23,6 @@ from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_devi
 from adaattn_hf.patches.models.positions import stated_positions
 from adaattn_hf.patches.plans.bound import carried_by
 from adaattn_hf.patches.plans.check import refuse_beyond_budget
-from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.wording import allowed
 
 from .ending import ending, room_or_sentence, use_threads, writable
@@ -123,7 +122,7 @@ def calibrated(
 
             with room_or_sentence(lambda error: out_of_memory(job, device, under_way, error)):
                 inputs = open_inputs(
-                    Subject(placed(loaded.model, wanted)),
+                    placed(loaded.model, wanted),
                     loaded.encode,
                     job.data,
                     job.settings,

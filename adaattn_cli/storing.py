@@ -19,6 +19,8 @@ from adaattn_hf.calibration.passes import Benefit
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import RISKS_FILE
 from adaattn_hf.eval.progress import tell
+from adaattn_hf.patches.plans.attach import remove_plan
+from adaattn_hf.patches.plans.subject import longest_input
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import PLAN_FILE
@@ -52,10 +54,10 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     picture = job.target / "adaattn_plan.html"
     write_atomically(picture, plan_page(result.plan, buys))
     measurement.state.save(job.target, RISKS_FILE)
-    subject = measurement.inputs.subject
-    save_plan(subject, result, job.target)
+    model = measurement.inputs.arms.model
+    save_plan(model, result, job.target)
     (job.target / FAILED_FILE).unlink(missing_ok=True)
-    subject.remove_plan()  # what follows is measured beside exact attention
+    remove_plan(model)  # what follows is measured beside exact attention
     passes = [Benefit(**one) for one in result.report.get("whole_forward", [])]
     lines = [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
@@ -65,7 +67,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
         f"picture: {picture}",
         f"other budgets: adaattn plan explore {shlex.quote(str(job.target))} --html FILE",
-        *gains(passes, measurement.inputs.settings, subject.positions),
+        *gains(passes, measurement.inputs.settings, longest_input(model)),
     ]
 
     def show() -> None:

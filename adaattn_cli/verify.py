@@ -27,7 +27,7 @@ from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.eval.windows import draw
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
 from adaattn_hf.patches.plans.bound import BoundPlan
-from adaattn_hf.patches.plans.subject import Subject
+from adaattn_hf.patches.plans.subject import longest_input
 from adaattn_hf.plans.evidence import LEVEL
 from adaattn_hf.plans.limits import Gates, most_rounding, unproven, words
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
@@ -105,8 +105,8 @@ def _verdicts(
     plan: Plan, loaded: Checkpoint, scoring: Objective, options: Options, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
     settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, **asdict(options.fill(Judged)))
-    subject = Subject(placed(loaded.model, options.device))
-    refuse_longer(plan.lengths, subject.positions, name_of(plan))
+    model = placed(loaded.model, options.device)
+    refuse_longer(plan.lengths, longest_input(model), name_of(plan))
     bound_layers = BoundPlan.of(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
     programs = {index: one for index, one in bound_layers.items() if one is not None}
     # drawn as in a calibration; of the plan's own text, sequences that chose the plan are left out
@@ -129,7 +129,7 @@ def _verdicts(
     for length in plan.lengths:
         cut = tuple(replace(one, tokens=one.tokens[: scoring.content(length)]) for one in pool)
         samples[length] = LengthSample((), cut[:1], cut, "")
-    inputs = Inputs(subject, ModelArms(loaded.model), settings, scoring, samples, other_source=apart)
+    inputs = Inputs(ModelArms(model), settings, scoring, samples, other_source=apart)
     rounding = min(stock_distance(inputs).kl, most_rounding(plan.dtype))
     gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding, max_kl=settings.max_kl)
     heads = len(bound_layers) * len(plan.layers[0].choices) if programs else 1

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adaattn_hf.patches.plans.subject import Subject
+from adaattn_hf.patches.plans.attach import load_plan
+from adaattn_hf.patches.plans.configured import name_of_model
 
 from .._files import write_atomically
 from ..plans import store
@@ -55,7 +56,7 @@ def finished_plan(
     # what the plan says elsewhere, and `rounds`, which changes nothing in it
     named = ("budget", "seed", "lengths", "rounds")
     protocol: dict[str, Any] = {
-        MODEL: measurement.inputs.subject.name,
+        MODEL: name_of_model(measurement.inputs.arms.model),
         "scoring": measurement.inputs.scoring.words(),
         "settings": {
             name: list(value) if isinstance(value, tuple) else value
@@ -117,18 +118,18 @@ def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
     )
 
 
-def save_plan(subject: Subject, result: Calibration, directory: Path) -> None:
+def save_plan(model: Any, result: Calibration, directory: Path) -> None:
     """Writes the plan beside a model's weights: to `config.json`, and its bases and means to a safetensors file.
 
     Every file is the old one or the new one, whatever happens.
     """
-    subject.give(result.plan)
+    load_plan(model, result.plan)
     data = result.plan.tensor_bytes()
     if data is not None:
         write_atomically(directory / store.TENSORS_FILE, data)
     # written in place, a full disk would leave half a configuration of the model
     with tempfile.TemporaryDirectory() as apart:
-        subject.model.config.save_pretrained(apart)  # type: ignore[union-attr, operator]
+        model.config.save_pretrained(apart)
         for file in Path(apart).iterdir():
             data = file.read_bytes()
             if file.name == "config.json" and (directory / file.name).is_file():

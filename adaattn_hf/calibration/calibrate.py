@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from adaattn_hf.eval.arms import bound_layers_of
+from adaattn_hf.patches.plans.subject import longest_input
 
 from ..plans.limits import Gates, most_rounding, unproven
 from ..plans.plan import Plan
@@ -177,7 +178,7 @@ def known(passes: JointPasses, proven: Sequence[Plan], formats: Losses) -> list[
 
 def _nothing(measurement: Measurement, forgetful: bool, tried: Sequence[dict[str, Any]]) -> str:
     """Says why there is no candidate, of those that were `tried` on calibration text, and what would change it."""
-    s, positions = measurement.inputs.settings, measurement.inputs.subject.positions
+    s, positions = measurement.inputs.settings, longest_input(measurement.inputs.arms.model)
     if forgetful:
         return "no candidate saves and keeps the needles in the calibration text; --needles allows more to be lost"
     if s.kv_bytes is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import Progress, silent
 from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
 from adaattn_hf.patches.models.cache_keyword import cache_keyword
-from adaattn_hf.patches.plans.subject import Subject
+from adaattn_hf.patches.plans.attach import remove_plan
+from adaattn_hf.patches.plans.subject import longest_input, refuse_uncalibrated_attention
 
 from ..stats.stopwatch import Elapsed, timed
 from .settings import CalibrationSettings
@@ -73,7 +75,6 @@ class LengthSample:
 class Inputs:
     """A model in evaluation mode, ready for calibration, and its text."""
 
-    subject: Subject
     arms: ModelArms
     settings: CalibrationSettings
     scoring: Objective
@@ -149,7 +150,7 @@ class Inputs:
 
 
 def open_inputs(
-    subject: Subject,
+    model: Any,
     encode: Encode,
     data: Sequence[str | Path],
     settings: CalibrationSettings,
@@ -163,7 +164,7 @@ def open_inputs(
     A model that cannot carry a plan is a ValueError, and text that is too short or named twice.
 
     Args:
-        subject: A model loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
+        model: Loaded with `attn_implementation="adaattn"`, on the device and in the dtype it will run in.
         encode: Maps text to token ids, without special tokens.
         data: Files and directories of text.
         verify_data: Held-out text of another source; disjoint parts of `data` are used if absent.
@@ -171,16 +172,17 @@ def open_inputs(
         run: What is kept, and who is told.
     """
     # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
-    subject.remove_plan()
-    steps = scoring.generates and cache_keyword(signature(subject.model.forward)) is not None
+    refuse_uncalibrated_attention(model)
+    remove_plan(model)
+    steps = scoring.generates and cache_keyword(signature(model.forward)) is not None
     if settings.aim != "prompt" and not steps:
         raise ValueError(
-            f"aim is {settings.aim!r} for {type(subject.model).__name__}, which has no decode step and keeps no cache, "
+            f"aim is {settings.aim!r} for {type(model).__name__}, which has no decode step and keeps no cache, "
             "expected a causal model that takes one; leave --aim out, and prompts are what a plan is for"
         )
     settings = replace(settings, windows=scoring.spans(settings.windows))
-    model = subject.model.eval()
-    refuse_longer(settings.lengths, subject.positions, type(model).__name__)
+    model.eval()
+    refuse_longer(settings.lengths, longest_input(model), type(model).__name__)
     arms = ModelArms(model)
     texts.refuse_repeats(data, verify_data)
     sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
@@ -192,7 +194,7 @@ def open_inputs(
         most = scoring.content(length)
         cut = {use: tuple(replace(one, tokens=one.tokens[:most]) for one in part) for use, part in parts.items()}
         samples[length] = LengthSample(**cut, fingerprint=sample.fingerprint)
-    return Inputs(subject, arms, settings, scoring, samples, run or Run(), verify_data is not None)
+    return Inputs(arms, settings, scoring, samples, run or Run(), verify_data is not None)
 
 
 def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> None:

@@ -25,6 +25,7 @@ from adaattn_hf.eval.arms import compare, exact_tap
 from adaattn_hf.eval.needles import KEY
 from adaattn_hf.eval.progress import silent
 from adaattn_hf.eval.windows import TokenWindow
+from adaattn_hf.patches.plans.hashes import weight_hash
 
 from ..policy.knapsack import Array
 from ..policy.prices import PriceTable
@@ -88,7 +89,7 @@ def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
     identity = {
         **settings.measured(),
         "adaattn": importlib.metadata.version("adaattn-hf"),
-        "weights": inputs.subject.weight_hash(),
+        "weights": weight_hash(inputs.arms.model),
         "text": inputs.fingerprint,
         "tokens": hashlib.sha256(repr(tokens).encode()).hexdigest(),
         "scoring": inputs.scoring.words(),

@@ -1,4 +1,4 @@
-"""A model to calibrate, with what `calibration` needs to know of it and cannot ask the forward pass."""
+"""What `calibration` needs to know of a model and cannot ask its forward pass."""
 
 from __future__ import annotations
 
@@ -12,72 +12,53 @@ from torch import nn
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
 
 from ..models.positions import learned_positions, stated_positions
-from .attach import load_plan, remove_plan
-from .configured import computes_by, name_of_model
+from .configured import computes_by
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules, number_layers
 from .parts import module_dtype
 
 
-class Subject:
-    """A model to calibrate, which runs our attention (else a ValueError).
-
-    Layers that the model does not number are numbered here.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        config: Any = model.config
-        if config._attn_implementation != "adaattn":
-            raise ValueError(
-                f"attn_implementation is {config._attn_implementation!r}, expected 'adaattn': "
-                'load the model with from_pretrained(..., attn_implementation="adaattn")'
-            )
-        self.model = model
-        self.name = name_of_model(model)
-        number_layers(model)
-
-    @property
-    def positions(self) -> int | None:
-        """The longest input that the model can read."""
-        limits = (learned_positions(self.model), stated_positions(self.model.config))
-        return min((count for count in limits if count is not None), default=None)
-
-    def exact_plan(self, indices: Sequence[int]) -> Plan:
-        """A plan of this model that names these layers, and leaves each exact: what others are made from."""
-        _, first = next(attention_modules(self.model), (0, None))
-        if first is None:
-            raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
-        config: Any = first.config
-        modules = dict(attention_modules(self.model, config.model_type))
-        return Plan(
-            format=PLAN_FORMAT,
-            model_type=str(config.model_type),
-            weight_hash=model_hash(self.model),
-            configuration=computes_by(config),
-            dtype=module_dtype(modules[indices[0]]),
-            adaattn=version("adaattn-hf"),
-            torch=torch.__version__,
-            transformers=version("transformers"),
-            budget=0.0,
-            seed=0,
-            data_fingerprint="",
-            protocol={},
-            lengths=(),
-            layers=tuple(LayerPlan(index, weight_hash(modules[index]), (EXACT,)) for index in indices),
-            units=(),
-            verified=None,
-            tensors="",
-            attention_layers=tuple(indices),
+def refuse_uncalibrated_attention(model: nn.Module) -> None:
+    """Refuses a model that does not run our attention (ValueError), and numbers layers that it does not number."""
+    config: Any = model.config
+    if config._attn_implementation != "adaattn":
+        raise ValueError(
+            f"attn_implementation is {config._attn_implementation!r}, expected 'adaattn': "
+            'load the model with from_pretrained(..., attn_implementation="adaattn")'
         )
+    number_layers(model)
 
-    def weight_hash(self) -> str:
-        """Hash of all that the model saves."""
-        return weight_hash(self.model)
 
-    def give(self, plan: Plan) -> None:
-        """Lets the model run by a plan."""
-        load_plan(self.model, plan)
+def longest_input(model: nn.Module) -> int | None:
+    """The longest input that a model can read."""
+    limits = (learned_positions(model), stated_positions(model.config))
+    return min((count for count in limits if count is not None), default=None)
 
-    def remove_plan(self) -> None:
-        """Takes away the plan that the model carries."""
-        remove_plan(self.model)
+
+def exact_plan(model: nn.Module, indices: Sequence[int]) -> Plan:
+    """A plan of a model that names these layers, and leaves each exact: what others are made from."""
+    _, first = next(attention_modules(model), (0, None))
+    if first is None:
+        raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
+    config: Any = first.config
+    modules = dict(attention_modules(model, config.model_type))
+    return Plan(
+        format=PLAN_FORMAT,
+        model_type=str(config.model_type),
+        weight_hash=model_hash(model),
+        configuration=computes_by(config),
+        dtype=module_dtype(modules[indices[0]]),
+        adaattn=version("adaattn-hf"),
+        torch=torch.__version__,
+        transformers=version("transformers"),
+        budget=0.0,
+        seed=0,
+        data_fingerprint="",
+        protocol={},
+        lengths=(),
+        layers=tuple(LayerPlan(index, weight_hash(modules[index]), (EXACT,)) for index in indices),
+        units=(),
+        verified=None,
+        tensors="",
+        attention_layers=tuple(indices),
+    )

@@ -10,7 +10,6 @@ from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration.inputs import Inputs, Run
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.settings import Calibration
-from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.policy.prices import Price, PriceTable
 
 
@@ -19,7 +18,7 @@ def calibrate(model: Any, *given: Any, prices: PriceTable | None = None, **more:
 
 
 def open_inputs(model: Any, *given: Any, **more: Any) -> Inputs:
-    return inputs.open_inputs(Subject(model), *given, run=_run(more), **more)
+    return inputs.open_inputs(model, *given, run=_run(more), **more)
 
 
 def _run(more: dict[str, Any]) -> Run:
@@ -28,7 +27,7 @@ def _run(more: dict[str, Any]) -> Run:
 
 
 def save_plan(model: Any, result: Calibration, directory: Path) -> None:
-    assemble.save_plan(Subject(model), result, directory)
+    assemble.save_plan(model, result, directory)
 
 
 def price_table(length: int, row: Mapping[str, float | Price], decode: bool = True) -> PriceTable:
