@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import io
 import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand, TyperGroup
 
 from .commands import COMMANDS, GROUPS
 from .options import Command, Done
@@ -29,47 +26,9 @@ from .options import Command, Done
 HELP_NAMES = {"help_option_names": ["--help", "-h"]}
 
 
-class Page(TyperCommand):
-    """A command whose help page cuts no name of an option off, in a narrow window either."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Like typer's; flags, which take no value, without a type, and `--help` among the last options."""
-        parameters = without_types(super().get_params(ctx))
-        last: Any = self.params[-1]
-        parameters[-1].rich_help_panel = last.rich_help_panel
-        return parameters
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Like typer's; without a table where there is no room for one."""
-        self.rich_markup_mode = "rich" if shutil.get_terminal_size().columns >= 80 else None
-        super().format_help(ctx, formatter)
-
-
-class Group(TyperGroup):
-    """A group of commands, with the help page of one."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Like typer's; flags, which take no value, without a type."""
-        return without_types(super().get_params(ctx))
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Like typer's; in the order of `COMMANDS`."""
-        order = [word for name in COMMANDS for word in name.split()]
-        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
-
-
-def without_types(parameters: list[Any]) -> list[Any]:
-    """Returns the parameters, without a type in the help of flags."""
-    for parameter in parameters:
-        if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
-    return parameters
-
-
 def group(**options: Any) -> typer.Typer:
     """Returns an empty group of commands."""
     return typer.Typer(
-        cls=Group,
         no_args_is_help=True,
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
@@ -94,7 +53,7 @@ def add(parent: typer.Typer, name: str, made: Command) -> None:
         # another program's words, whose options are its own
         settings |= {"allow_interspersed_args": False, "ignore_unknown_options": True}
     shown: Any = {"help": text.rstrip(), "epilog": codes + ends, "context_settings": settings}
-    parent.command(name.rpartition(" ")[2], cls=Page, **shown)(command)
+    parent.command(name.rpartition(" ")[2], **shown)(command)
 
 
 def execute(name: str, command: Command, values: dict[str, Any]) -> None:
@@ -125,12 +84,7 @@ def execute(name: str, command: Command, values: dict[str, Any]) -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        package = find_spec("adaattn_hf")  # looks for the file; imports nothing
-        if package is None or package.origin is None:
-            raise ModuleNotFoundError("adaattn_hf is not installed; reinstall adaattn-hf")
-        # of the source that runs, which need not be installed
-        source = Path(package.origin).read_text(encoding="utf-8")
-        typer.echo(f"adaattn-hf {source.partition('__version__ = ')[2].split()[0].strip(chr(34))}")
+        typer.echo(f"adaattn-hf {importlib.metadata.version('adaattn-hf')}")
         raise typer.Exit
 
 

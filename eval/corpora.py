@@ -11,7 +11,7 @@ from typing import Any, Literal
 from adaattn_hf.errors import DataUnavailable, EvalError, UsageError
 
 from . import wikitext
-from .texts import TABLE_SUFFIXES, TEXT_SUFFIXES, json_lines, pieces, text_files, text_of
+from .texts import json_lines, pieces, text_files, text_of
 
 Kind = Literal["pages", "lastword"]
 
@@ -20,8 +20,6 @@ HUB: dict[str, tuple[tuple[str, str | None], ...]] = {
     "lambada": (("EleutherAI/lambada_openai", "default"), ("EleutherAI/lambada_openai", None)),
 }
 """Known corpora and the (repository, configuration) pairs that are tried for each, in order."""
-
-ROW_SUFFIXES = (".jsonl", *TABLE_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,9 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
 
     Args:
         spec: `wikitext`, `lambada` (hub or local cache of `datasets`); `wikitext:PATH`, `lambada:PATH` (a
-            file, or a directory of files, in that corpus's form); or the path of a text or rows file, or of a
+            file, or a directory of files, in that corpus's form); or the path of a text or `.jsonl` file, or of a
             directory of them.
-        split: which split a hub dataset or a saved dataset gives.
+        split: which split a hub dataset gives.
         separator: string between the documents of a plain text file; each is stripped of white space. Without
             it a plain text file is one document, read as it is.
 
@@ -121,13 +119,9 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
                 f"path, or pass --data {corpus} to have it through the package datasets"
             )
         if in_its_form and corpus == "lambada":
-            return lastword_corpus(_texts(path, None, split, lines=True), origin)
+            return lastword_corpus(_texts(path, None, lines=True), origin)
         if in_its_form:
-            files = _files(path)
-            if all(f.suffix.lower() in TEXT_SUFFIXES for f in files):
-                texts = ("".join(pieces(file)) for file in files)
-                return wikitext_corpus((page for text in texts for page in wikitext.split_pages(text)), origin)
-            return wikitext_corpus(_pages((row for file in files for row in _rows(file, split)), str(path)), origin)
+            return wikitext_corpus((page for file in text_files(path) for page in _pages_of(file)), origin)
         if not path.exists():
             raise DataUnavailable(
                 f"data: got {spec!r}, which is no file or directory here, expected {', '.join(HUB)}, a path, or "
@@ -135,7 +129,7 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
             )
         if separator is not None and not separator:
             raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
-        return text_corpus(_texts(path, separator, split), origin, path.resolve().stem)
+        return text_corpus(_texts(path, separator), origin, path.resolve().stem)
     except EvalError:
         raise
     except OSError as error:
@@ -145,7 +139,13 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
 
 
 def _from_hub(corpus: str, split: str) -> Corpus:
-    datasets = _datasets(corpus)
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataUnavailable(
+            f"data: {corpus} comes through the package datasets, which is not installed; pip install datasets, or give "
+            "a text of your own: --data FILE.txt"
+        ) from error
     reasons = []
     for repository, configuration in HUB[corpus]:
         try:
@@ -163,17 +163,6 @@ def _from_hub(corpus: str, split: str) -> Corpus:
     )
 
 
-def _datasets(what: object) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataUnavailable(
-            f"data: {what} comes through the package datasets, which is not installed; pip install datasets, or give a "
-            "text of your own: --data FILE.txt"
-        ) from error
-    return datasets
-
-
 def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
     listed = list(rows)
     whole = bool(listed) and isinstance(listed[0], dict) and "page" in listed[0]
@@ -181,18 +170,19 @@ def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
     yield from texts if whole else wikitext.split_pages(wikitext.join_rows(texts))
 
 
-def _files(path: Path) -> list[Path]:
-    """The files that a path stands for; what `datasets` saved is read as one."""
-    saved = any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
-    return [path] if saved else text_files(path, TABLE_SUFFIXES)
+def _pages_of(file: Path) -> Iterator[str]:
+    """The pages of a file of WikiText: raw text, or rows of pages or of lines."""
+    if file.suffix.lower() == ".jsonl":
+        return _pages((row for _, row in json_lines(file)), str(file))
+    return wikitext.split_pages("".join(pieces(file)))
 
 
-def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -> Iterator[str]:
+def _texts(path: Path, separator: str | None, lines: bool = False) -> Iterator[str]:
     """The text of each document; with `lines`, each line of a plain text file is one."""
-    for file in _files(path):
-        if file.is_dir() or file.suffix.lower() in ROW_SUFFIXES:
-            for i, row in enumerate(_rows(file, split)):
-                yield text_of(row, f"data: row {i + 1} of {file}", ("text", "page"))
+    for file in text_files(path):
+        if file.suffix.lower() == ".jsonl":
+            for number, row in json_lines(file):
+                yield text_of(row, f"data: {file} line {number + 1}", ("text", "page"))
             continue
         text = "".join(pieces(file))
         if lines:
@@ -201,21 +191,3 @@ def _texts(path: Path, separator: str | None, split: str, lines: bool = False) -
             yield from filter(None, (part.strip() for part in text.split(separator)))
         else:
             yield text
-
-
-def _rows(path: Path, split: str) -> Iterator[Any]:
-    kind = path.suffix.lower()
-    if kind == ".jsonl":
-        yield from (row for _, row in json_lines(path))
-        return
-    if path.is_file() and kind not in TABLE_SUFFIXES:
-        raise DataUnavailable(f"data: got {path}, expected one of {', '.join(ROW_SUFFIXES)} beside it")
-    datasets = _datasets(path)
-    try:
-        if path.is_file():
-            yield from datasets.load_dataset(kind[1:], data_files=str(path), split="train")
-            return
-        loaded = datasets.load_from_disk(str(path))
-        yield from loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise DataUnavailable(f"data: datasets cannot read {path}: {type(error).__name__}: {error}") from error

@@ -18,10 +18,8 @@ ENCODING = "utf-8-sig"
 """UTF-8, without the mark that some editors put in front."""
 TEXT_SUFFIXES = (".txt", ".md", ".raw", ".tokens", ".text")
 """What plain text is called in a directory; a file that is named by itself may be called otherwise."""
-TABLE_SUFFIXES = (".json", ".parquet", ".csv", ".arrow")
-"""Rows that `adaattn eval` reads through the package datasets, and calibration does not."""
-OTHER_TABLES = (".tsv", ".xls", ".xlsx", ".ods", ".feather", ".npy")
-"""Tables that nobody reads here; as plain text their separators and numbers would be measured."""
+TABLES = (".json", ".parquet", ".csv", ".arrow", ".tsv", ".xls", ".xlsx", ".ods", ".feather", ".npy")
+"""Tables are not read: as plain text their separators and numbers would be measured."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Escapes of JSON can write halves of characters, which have no form in UTF-8."""
 UTF_16, UTF_32 = "iconv -f UTF-16 -t UTF-8", "iconv -f UTF-32 -t UTF-8"
@@ -40,14 +38,13 @@ MAGIC: tuple[tuple[bytes, str, str], ...] = (
 """First bytes of files that are often given for text: what they are, and what makes text of them."""
 
 
-def text_files(path: Path, tables: tuple[str, ...] = ()) -> list[Path]:
+def text_files(path: Path) -> list[Path]:
     """Returns the file of a path, or the text and `.jsonl` files in a directory and in those below it, by their names.
 
-    A path that does not exist is refused, a directory without such a file, a pipe or a device, and a table of a kind
-    that is not among `tables`.
+    A path that does not exist is refused, a directory without such a file, a pipe or a device, and a table.
     """
     if path.is_dir():
-        suffixes = (*TEXT_SUFFIXES, ".jsonl", *tables)
+        suffixes = (*TEXT_SUFFIXES, ".jsonl")
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
         if not files:
             raise ValueError(f"data: the directory {path} holds no text, expected files named {', '.join(suffixes)}")
@@ -58,7 +55,7 @@ def text_files(path: Path, tables: tuple[str, ...] = ()) -> list[Path]:
         raise ValueError(
             f"data: got {path}, a pipe or device, which is read but once; expected a file or a directory of them"
         )
-    if path.suffix.lower() in {*TABLE_SUFFIXES, *OTHER_TABLES}.difference(tables):
+    if path.suffix.lower() in TABLES:
         raise ValueError(
             f"data: {path} is a table, expected plain text or a .jsonl with a field 'text'; write its texts as one"
         )

@@ -46,18 +46,6 @@ def test_lambada_from_a_file(tmp_path: Path, texts: Path, form: str) -> None:
     assert [d.text for d in corpus.documents] == list(PASSAGES)
 
 
-@pytest.mark.parametrize("form", ["parquet", "csv", "json", "saved"])
-def test_rows_in_other_forms(tmp_path: Path, form: str) -> None:
-    rows = datasets.Dataset.from_list([{"text": passage} for passage in PASSAGES])
-    path = tmp_path / f"rows.{form}"
-    if form == "saved":
-        datasets.DatasetDict({"test": rows}).save_to_disk(str(path))
-    else:
-        getattr(rows, f"to_{form}")(str(path))
-    assert [d.text for d in corpora.load(f"lambada:{path}").documents] == list(PASSAGES)
-    assert [d.text for d in corpora.load(str(path)).documents] == list(PASSAGES)
-
-
 def test_a_directory_of_texts(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("first text", encoding="utf-8")
     (tmp_path / "b.md").write_text("second text", encoding="utf-8")
