@@ -9,9 +9,9 @@ On a CUDA device (`--device cuda --shape 8b`, without MODEL no loss) a model sha
 arms follow one another, each with the device's memory to itself; the page is `cache_cuda.md`.
 
 Every length and batch is written as soon as it is measured, of the loss every text that a cache has read, and
-`--resume` goes on behind it, with other lengths, batches and shapes, too; `--only speed` (`growth`, `loss`) measures a
-part, and the page shows what there is. A cache that fails (a device that is full) leaves its reason. Caches of ours
-that hold more or less than `explain` foretells: exit code 1.
+`--resume` goes on behind it, with other lengths, batches and shapes, too; `--only speed` (`loss`) measures a part, and
+the page shows what there is. A cache that fails (a device that is full) leaves its reason. Caches of ours that hold
+more or less than `explain` foretells: exit code 1.
 
 Caches of other libraries need those libraries; kvpress asks for older Transformers than these, and runs beside them:
 `pip install --no-deps optimum-quanto ninja hqq termcolor einops kvpress cachetools fire`.
@@ -36,12 +36,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adaattn_hf._files import write_atomically
 from adaattn_hf.eval.provenance import provenance
 
-from .cache_arms import OURS, SHAPES, present, shaped, weights_read
+from .cache_arms import SHAPES, present, shaped, weights_read
 from .cache_page import page
-from .cache_speed import beyond, foretold, growth, speed
+from .cache_speed import beyond, foretold, speed
 from .cache_text import PARTS, Arm, compared, read_more
 
-SECTIONS = ("loss", "speed", "growth")
+SECTIONS = ("loss", "speed")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -91,7 +91,7 @@ def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool) 
     """
     empty: dict[str, Any] = {
         "provenance": provenance(place), "asked": asked, "absent": {}, "libraries": "", "loss": [], "loss_of": "",
-        "behind": [], "loss_input": {}, "read": {}, "speed": {}, "floor": {}, "weights": {}, "growth": [],
+        "behind": [], "loss_input": {}, "read": {}, "speed": {}, "floor": {}, "weights": {},
     }  # fmt: skip
     if not resume or not file.exists():
         return empty
@@ -142,7 +142,6 @@ def main(
     skip: Annotated[str, typer.Option(help="Words in the names of caches to leave out: quanto,hqq.")] = "",
     windows: Annotated[int, typer.Option(help="Windows of text.")] = 10,
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 1024,
-    grow: Annotated[int, typer.Option(help="Decode steps of the trial that memory stays; 0 for none.")] = 10_000,
     threads: Annotated[int | None, typer.Option(help="CPU threads of torch.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the page that is there.")] = False,
 ) -> None:
@@ -221,12 +220,6 @@ def main(
             keep(f"{title}: {length} tokens, batch {batch}")
         del one
         gc.collect()
-    if "growth" in parts and grow and not found["growth"]:
-        small = shaped("tiny", place)
-        arms, memory = [arm for arm in present(small, left_out)[0] if arm.name in OURS], foretold(small)
-        for arm in arms:
-            found["growth"].append(growth(small, arm, grow, memory))
-            keep(f"{arm.name}: {grow} steps")
     wrong = [cell for rows in found["speed"].values() for cell in beyond(rows)]
     publish()  # once more: an end at a bad moment may have left an older page beside the record
     if wrong:

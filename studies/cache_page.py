@@ -28,7 +28,7 @@ def page(found: dict[str, Any]) -> str:
     ]
     for model, rows in found["speed"].items():
         lines += _speed(model, rows, found["floor"].get(model, {}), found["weights"].get(model), found["absent"])
-    lines += _growth(found["growth"]) + _loss(found)
+    lines += _loss(found)
     if found["absent"]:
         lines += ["", "Not measured here:", ""]
         lines += [f"* {name}: {reason}" for name, reason in found["absent"].items()]
@@ -127,28 +127,6 @@ def _bytes(weights: int) -> str:
         "reading them does, and that ends where there is no cache to read: the ratios above are the most that any "
         "cache gives, as far as the steps without one, in rounds of their own, ran at the same pace."
     )
-
-
-def _growth(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What many steps left of the memory."""
-    if not rows:
-        return []
-    return [
-        "## Many steps",
-        "",
-        "Decode steps one after another over a cache with room for them, two layers of 8 key/value heads: bytes that "
-        "it holds after the first hundred and at the end, what `explain` foretells, and by how much the most that the "
-        "process had taken grew between.",
-        "",
-        "| cache | steps | held at first | at the end | foretold | taken beside |",
-        "|---|---|---|---|---|---|",
-        *(
-            f"| {row['cache']} | {row['steps']:,} | {row['first']:,} | {row['last']:,} | {row['foretold']:,} | "
-            f"{row['beside']:,} |"
-            for row in rows
-        ),
-        "",
-    ]
 
 
 def _loss(found: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,8 @@
-"""How many bytes caches hold, how fast decode steps over them are, and whether they grow beyond what is foretold."""
+"""How many bytes caches hold, also beside what is foretold, and how fast decode steps over them are."""
 
 from __future__ import annotations
 
 import gc
-import resource
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -152,41 +151,6 @@ def _figures(stock: list[Any], own: list[Any], batch: int) -> dict[str, Any]:
         ratio = ([getattr(one, clock) for one in many[:count]] for many in (stock, own))
         found[clock] = ratio_summary(*ratio)
     return found
-
-
-@torch.no_grad()
-def growth(model: Any, arm: Arm, steps: int, memory: Mapping[str, CacheMemory], warm: int = 100) -> dict[str, Any]:
-    """What a cache with room for so many decode steps holds before and after them, and what the process took beside.
-
-    Args:
-        model: A causal LM.
-        arm: One of this package's caches.
-        steps: Decode steps.
-        memory: What is foretold of it, by its name.
-        warm: Steps from which on more memory counts as growth.
-    """
-    model.set_attn_implementation(arm.implementation)
-    cache, device = arm.make(model, steps), model.device
-    token = torch.ones(1, 1, dtype=torch.long, device=device)
-    for number in range(steps):
-        model(token, past_key_values=cache)
-        if number == warm:
-            first, start = held_bytes(cache), _taken(device)
-    return {
-        "cache": arm.name,
-        "steps": steps,
-        "first": first,
-        "last": held_bytes(cache),
-        "foretold": memory[arm.name].predict(1, steps),
-        "beside": _taken(device) - start,
-    }
-
-
-def _taken(device: torch.device) -> int:
-    """The most bytes that this process has had: of the device, or of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def beyond(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,12 +1,12 @@
-"""What a small attention call costs in this checkout and in another one, in processor time and in counted steps.
+"""What a small attention call costs in this checkout and in another one, in processor time.
 
     git worktree add ../before COMMIT       # with an environment of its own in ../before/.venv
     python studies/tiny_call.py ../before
 
 A process of each checkout's own interpreter measures the same cases, one sample of one after one of the other, so that
-whatever else the machine does falls on both. Both see only what Transformers sees: the two registries. Python's steps
-and calls into C are counted, too: those numbers need no quiet machine. Exits with 1 where this checkout needs more than
-`--most` microseconds more a call, or more than `--most-model` times as long for the whole model.
+whatever else the machine does falls on both. Both see only what Transformers sees: the two registries. Exits with 1
+where this checkout needs more than `--most` microseconds more a call, or more than `--most-model` times as long for the
+whole model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 MODEL = "GPT-2 of 12 layers, 32 tokens"
@@ -73,35 +72,8 @@ def cases() -> dict[str, tuple[Callable[[], Any], int]]:
     }
 
 
-def steps(work: Callable[[], Any]) -> tuple[int, int]:
-    """Python's bytecode instructions and calls of functions in C that work takes."""
-    counted = {"opcode": 0, "c_call": 0}
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            counted["opcode"] += 1
-        return trace
-
-    def profile(_: FrameType, event: str, __: Any) -> None:
-        if event == "c_call":
-            counted["c_call"] += 1
-
-    tracer, profiler = sys.gettrace(), sys.getprofile()
-    try:
-        sys.settrace(trace)
-        work()
-        sys.settrace(None)
-        sys.setprofile(profile)
-        work()
-    finally:
-        sys.settrace(tracer)
-        sys.setprofile(profiler)
-    return counted["opcode"], counted["c_call"]
-
-
 def serve() -> None:
-    """Answer lines `NAME` with seconds of processor time per call, and `steps NAME` with both counts per call."""
+    """Answer lines `NAME` with seconds of processor time per call."""
     works = cases()
     repeats = {}
     for name, (work, _) in works.items():
@@ -112,11 +84,8 @@ def serve() -> None:
         repeats[name] = max(1, round(SAMPLE_SECONDS / max(time.process_time() - start, 1e-6)))
     print("\n".join(works), "", sep="\n", flush=True)
     for line in sys.stdin:
-        name = line.rstrip("\n").removeprefix("steps ")
+        name = line.rstrip("\n")
         work, calls = works[name]
-        if line.startswith("steps "):
-            print(*(count / calls for count in steps(work)), flush=True)
-            continue
         start = time.process_time()
         for _ in range(repeats[name]):
             work()
@@ -143,11 +112,11 @@ class Checkout:
             raise SystemExit(f"the process that measures ended with {self._process.wait()}")
         return line.rstrip("\n")
 
-    def ask(self, line: str) -> list[float]:
-        """Its answer to a line."""
+    def ask(self, name: str) -> float:
+        """Seconds of a case."""
         assert self._process.stdin is not None
-        print(line, file=self._process.stdin, flush=True)
-        return [float(number) for number in self._line().split()]
+        print(name, file=self._process.stdin, flush=True)
+        return float(self._line())
 
 
 def main() -> int:
@@ -171,15 +140,13 @@ def main() -> int:
         samples: tuple[list[float], list[float]] = ([], [])
         for turn in range(options.rounds):
             for side in (0, 1) if turn % 2 else (1, 0):
-                samples[side].append(1e6 * (before, now)[side].ask(name)[0])
+                samples[side].append(1e6 * (before, now)[side].ask(name))
         old, new = map(statistics.median, samples)
         kept = new <= options.most_model * old if name == MODEL else new - old <= options.most
         failed |= not kept
-        counts = [side.ask(f"steps {name}") for side in (before, now)]
         print(
             f"{name}: before {old:.2f} ({min(samples[0]):.2f}), now {new:.2f} ({min(samples[1]):.2f}), "
-            f"{new - old:+.2f}, ratio {new / old:.3f}; steps {counts[0][0]:.0f} -> {counts[1][0]:.0f}, "
-            f"calls into C {counts[0][1]:.0f} -> {counts[1][1]:.0f}{'' if kept else '  TOO MUCH'}"
+            f"{new - old:+.2f}, ratio {new / old:.3f}{'' if kept else '  TOO MUCH'}"
         )
     return int(failed)
 

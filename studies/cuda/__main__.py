@@ -15,8 +15,6 @@ from typing import Annotated
 
 import typer
 
-from adaattn_hf._files import write_atomically
-
 from .measure import Section, peaks, setting
 from .page import joined, write
 
@@ -63,19 +61,6 @@ def run(
         getattr(importlib.import_module(f"{__package__}.{module}"), function)(section)
         sys.stdout.write(f"--- {name}: {time.perf_counter() - started:.0f} s\n")
         sys.stdout.flush()
-
-
-@app.command()
-def race(
-    kind: Annotated[str, typer.Argument(help="int8 or k8v4.")],
-    out: Annotated[Path, typer.Option(help="JSON of microseconds.")],
-    heads: Annotated[tuple[int, int], typer.Option(help="Of queries, and of keys.")] = (12, 2),
-) -> None:
-    """Race tiles of the kernel over codes, and how many programs share a step, on Qwen2.5-1.5B's shape."""
-    from .race import raced
-
-    found = {"setting": setting(), "kind": kind, "heads": heads, "microseconds": raced(kind, heads)}
-    write_atomically(out, json.dumps(found, indent=1) + "\n")
 
 
 @app.command()

@@ -1,23 +1,8 @@
-"""Texts of other kinds, and pairs that plans of windows read."""
-
-import json
-from pathlib import Path
+"""Pairs that plans of windows read."""
 
 import pytest
 
-from studies.budget import texts
 from studies.budget.pairs import fewer_pairs
-
-
-def test_modules_of_a_library_are_documents(tmp_path: Path) -> None:
-    for name in ("a.py", "b.py", "test/c.py", "short.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("x" * (1 if name == "short.py" else texts.SHORTEST), encoding="utf-8")
-    assert [one["name"] for one in texts.documents(tmp_path)] == ["a.py", "b.py"]
-    assert [one["name"] for one in texts.documents(tmp_path, enough=1)] == ["a.py"]
-    texts.main([str(tmp_path / "texts.jsonl"), str(tmp_path), "a*"])
-    lines = (tmp_path / "texts.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["name"] for line in lines] == ["a.py"]
 
 
 @pytest.mark.parametrize("length", [5, 64])

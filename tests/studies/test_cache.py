@@ -19,7 +19,7 @@ from adaattn_hf.patches.models.cache_keyword import cache_in
 from studies.cache import app
 from studies.cache_arms import ARMS, shaped, weights_read
 from studies.cache_page import page
-from studies.cache_speed import beyond, foretold, growth, speed
+from studies.cache_speed import beyond, foretold, speed
 from studies.cache_text import PARTS, Arm, compared, read, read_more, texts
 
 MODEL = ("--model", str(demo_model_path("llama")))
@@ -34,16 +34,15 @@ def study(*words: str, code: int = 0) -> str:
 
 def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) -> None:
     sizes = "--lengths 64,128 --batches 2 --rounds 2 --steps 1 --windows 3 --window 96"
-    options = f"{sizes} --shape tiny --skip quanto,hqq --grow 120"
+    options = f"{sizes} --shape tiny --skip quanto,hqq"
     call = [*MODEL, "--text", str(pages_path("heldout")), "--write", str(tmp_path), *options.split()]
     file = tmp_path / "cache.json"
-    study(*call, "--only", "growth")
+    study(*call, "--only", "loss")
     found = json.loads(file.read_text())
-    assert (found["loss"], found["speed"]) == ([], {})
-    assert "| AdaAttnCache int8 | 120 |" in (tmp_path / "cache.md").read_text()
+    assert (len(found["loss"]) > 1, found["speed"]) == (True, {})
     found["provenance"]["commit"] += "+dirty"  # as the page's own writing makes it in a checkout
     file.write_text(json.dumps(found))
-    assert "120 steps" not in study(*call, "--resume")
+    assert "loss of" not in study(*call, "--resume")
     found = json.loads(file.read_text())
     ran = {arm.name for arm in ARMS} - set(found["absent"])
     assert {"DynamicCache", "StaticCache", "AdaAttnCache model", "AdaAttnCache int8"} <= ran
@@ -76,9 +75,6 @@ def test_the_study_writes_bytes_speed_and_loss_of_every_cache(tmp_path: Path) ->
     assert f"A step reads {weights:,} bytes of weights" in table
     assert words.count("Caches of this package more than 5% from what `explain` foretells: none.") == 2
     assert all(f"| {name} |" in words for name in ran)
-    assert {row["cache"] for row in found["growth"]} == {f"AdaAttnCache {one}" for one in ("model", "int8", "k8v4")}
-    for row in found["growth"]:
-        assert row["first"] == row["last"] == pytest.approx(row["foretold"], rel=0.05)
     found["speed"][next(iter(found["speed"]))] = [row for row in rows if row["length"] == 64]
     file.write_text(json.dumps(found))
     again = study(*call, "--resume")
@@ -169,13 +165,11 @@ def test_a_cache_that_fails_in_a_cell_leaves_its_reason_and_the_others() -> None
         {
             "provenance": {"driver": None, "cpu": "a", "threads": 1, "commit": "b"},
             "asked": {"rounds": 2, "steps": 1}, "speed": {"m": rows + without_stock}, "floor": {"m": {"1": 1.0}},
-            "weights": {},
-            "growth": [growth(model, arms[2], 130, memory)], "loss": [], "loss_of": "", "absent": {},
+            "weights": {}, "loss": [], "loss_of": "", "absent": {},
             "libraries": "",
         }
     )  # fmt: skip
     assert "| 1 | 256 | Full | – | – | – | – | OutOfMemoryError: the device is full | – | – |" in words
-    assert "| AdaAttnCache int8 | 130 |" in words
     missing = [arm.name for arm in ARMS if arm.name not in ("DynamicCache", "AdaAttnCache int8")]
     assert f"Not timed at batch 1, 256 tokens: {'; '.join(missing)}." in words
     assert f"Not timed at batch 1, 64 tokens: {'; '.join(['DynamicCache', *missing])}." in words

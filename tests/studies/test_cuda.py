@@ -10,9 +10,6 @@ pytest.importorskip("triton")
 
 from studies.cuda.__main__ import TITLES, app
 from studies.cuda.measure import Cell, Section
-from studies.cuda.race import WAVES, raced
-
-from ..unit.test_triton import interpreted
 
 PEAKS = {"TFLOP/s": 800.0, "TB/s": 4.0}
 
@@ -50,12 +47,3 @@ def test_cells_are_kept_and_the_page_has_them(tmp_path: Path) -> None:
     both = json.loads((tmp_path / "gpu_plans.json").read_text())
     assert both["sections"]["dense"] == section.cells  # what was not measured anew stays, with its setting
     assert (both["setting"], both["settings"]) == ({"commit": "abe"}, {"dense": {"commit": "abc", "device": "one"}})
-
-
-@interpreted
-def test_tiles_are_raced_without_a_device() -> None:
-    found = raced("int8")
-    assert all(isinstance(time, float) and time > 0 for own in found.values() for time in own.values())
-    assert len(found) == 2 + len(WAVES)
-    with pytest.raises(ValueError, match="expected int8 or k8v4"):
-        raced("fp8")
