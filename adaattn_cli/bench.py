@@ -101,7 +101,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
     earlier = _earlier(output, report, options.overwrite)
     failed = []
     step = f"{len(cells)} cells"
-    with shown_progress({step: 1.0}, Console(stderr=True)) as progress:
+    with shown_progress(Console(stderr=True)) as progress:
         for number, cell in enumerate(cells):
             progress(step, number, len(cells))
             named = [arm for arm in cell.arms[1:] if arm in options.names or not options.names]

@@ -33,9 +33,6 @@ from .options import Done, Options
 from .place import Place, folders, refuse_other_plan
 from .storing import BUDGET_NOT_MET, Show, proven_in, store, stored
 
-MEASURED = "moments", "risk", "prices"
-"""Stages that all budgets share."""
-
 
 def run(options: Options) -> Done:
     """Calibrates, and returns plan and report; code 4 if no plan passed for a budget."""
@@ -105,9 +102,7 @@ def calibrated(
     """
     wanted = processes.device_of(team, rank, job.options.device)
     device, several = resolve_device(wanted), len(job.budgets) > 1
-    words = {place: f" for {place.name}" * several for place in job.budgets}
     about, worst, results, shown = "", 0, dict[str, Any](), list[Show]()
-
     quiet = job.options.quiet or not team.leads
 
     def say(sentence: str, details: str = "") -> None:
@@ -115,14 +110,11 @@ def calibrated(
             tell(console, f"{sentence} ({details})" if details and job.options.verbose else sentence)
 
     try:
-        with shown_progress({}, console, quiet=quiet) as progress:
+        with shown_progress(console, quiet=quiet) as progress:
 
             def expect(seconds: Mapping[str, float]) -> None:
-                before = "moments" in seconds  # the measurements, which budgets share
-                for line in outlook(job, seconds) if before else []:
+                for line in outlook(job, seconds):
                     say(line)
-                for one in words.values() if before else [about]:
-                    progress.expect({stage + one * (stage not in MEASURED): work for stage, work in seconds.items()})
 
             def step(stage: str, done: int, total: int) -> None:
                 progress(f"{stage}{about}", done, total)
@@ -149,7 +141,7 @@ def calibrated(
                         worst = max(worst, state.finished[place.name])
                         results[place.name] = stored(place) if team.leads else {}
                         continue
-                    about = words[place]
+                    about = f" for {place.name}" * several
                     result = calibration.decided(measurement, budget, proven)
                     proven += [result.plan] * result.met
                     one = replace(job, target=place)

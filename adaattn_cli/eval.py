@@ -77,7 +77,7 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
     broken: list[str] = []
     for label, checkpoint, corpus, chosen, name in runs:
         leads = team.present().leads
-        with shown_progress({label: 1.0}, Console(stderr=True), quiet=options.quiet or not leads) as display:
+        with shown_progress(Console(stderr=True), quiet=options.quiet or not leads) as display:
             result = runner.evaluate(
                 checkpoint,
                 corpus,

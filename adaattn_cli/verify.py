@@ -134,8 +134,7 @@ def _verdicts(
     gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding, max_kl=settings.max_kl)
     heads = len(bound_layers) * len(plan.layers[0].choices) if programs else 1
     verdicts, stored = dict[int, Verified](), plan.cache[0] if plan.cache else "model"
-    work = {f"verify {length}": float(length) for length in plan.lengths}
-    with shown_progress(work, console, quiet=options.quiet) as progress:
+    with shown_progress(console, quiet=options.quiet) as progress:
         inputs = replace(inputs, run=Run(progress=progress))
         for length in plan.lengths:
             _, verdicts[length] = verdict_at(

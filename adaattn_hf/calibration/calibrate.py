@@ -52,8 +52,6 @@ def decided(measurement: Measurement, budget: float | None = None, proven: Seque
     """
     inputs = measurement.inputs
     result = choose_and_verify(measurement, replace(inputs.settings, budget=budget or inputs.settings.budget), proven)
-    if inputs.pace is not None:
-        inputs.run.expect({"plans": 0.0, "speed": inputs.pace.speed(inputs.settings) * result.met})
     if result.met and inputs.settings.rounds and inputs.team.leads:
         timed = result.report["whole_forward"] = list[dict[str, Any]]()
         try:
@@ -124,10 +122,6 @@ def judged(
         if not order:
             reason = _nothing(measurement, steps.forgetful, [step for step in log if "cost" in step])
         for number, candidate in enumerate(order, 1):
-            if inputs.pace is not None:
-                stages = inputs.pace.plan(s, inputs.team.size, 1)
-                further = (len(order) - number) * sum(stages.values()) + inputs.pace.speed(s)
-                inputs.run.expect({**stages, "plans": further})
             proof = prove(measurement, candidate.way, candidate.predicted, gates, number)
             log.append({"verified": asdict(proof.worst), "candidate": number, "of": len(order)})
             figures = f"perplexity {rise(proof.worst.delta_nll)}, at most {at_most(proof.worst.upper)}: passed"

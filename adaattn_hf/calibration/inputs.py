@@ -56,7 +56,7 @@ class Run:
     known: Known | None = None  # risks of an earlier run on the same weights and text, in place of measuring them
     progress: Progress = silent
     say: Callable[..., None] = silent  # a sentence that a user should know, and details
-    expect: Callable[[Mapping[str, float]], None] = silent  # the seconds that stages take, whenever more is known
+    expect: Callable[[Mapping[str, float]], None] = silent  # the seconds that stages take, before they begin
     opened: float = field(default_factory=time.monotonic)  # from here on `settings.minutes` count
 
 
@@ -255,26 +255,16 @@ class Pace:
 
     def stages(self, s: CalibrationSettings, size: int) -> dict[str, float]:
         """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
-        searched = SEARCHED * (s.joint + min(s.haystacks, s.joint)) * sum(self.pair.values()) / 2
-        verified = sum(self.plan(s, size, CANDIDATES).values())
+        pairs, searched = sum(self.pair.values()), SEARCHED * (s.joint + min(s.haystacks, s.joint)) / 2
+        # exact attention reads the text once, and each candidate once
+        judged = s.held_out * (1 + CANDIDATES) / 2 + s.haystacks * CANDIDATES
+        passes = ((s.rounds + 1) * s.prompts + 1) * bool(s.rounds)  # whole ones that are timed
         return {
             "moments": sum(self.moments.values()),
             "risk": sum(self.risk.values()) * (s.sequences + 1) / size,  # the first one is asked for needles, too
             "prices": sum(self.prices.values()),
-            "plans": searched / size + verified + self.speed(s),
+            "plans": ((searched + judged) / size + passes) * pairs,
         }
-
-    def plan(self, s: CalibrationSettings, size: int, candidates: int) -> dict[str, float]:
-        """Returns the seconds by length that so many candidates take on held-out text, for so many processes.
-
-        Exact attention reads the text once, and each of them once.
-        """
-        passes = (s.held_out * (1 + candidates) / 2 + s.haystacks * candidates) / size
-        return {f"verify {length}": passes * self.pair[length] for length in s.lengths}
-
-    def speed(self, s: CalibrationSettings) -> float:
-        """Returns the seconds that timing whole passes takes."""
-        return ((s.rounds + 1) * s.prompts + 1) * sum(self.pair.values()) if s.rounds else 0.0
 
 
 def seconds_at(

@@ -60,7 +60,7 @@ def printed(write: Callable[[Console], None]) -> str:
 def progressed(terminal: bool | None) -> str:
     """What an evaluation of a model of that name writes while it runs."""
     made = Console(width=400, color_system=None, file=io.StringIO(), force_terminal=terminal, _environ={"TERM": "x"})
-    with progress.shown_progress({f"{NASTY} on text": 1.0}, made) as told:
+    with progress.shown_progress(made) as told:
         told(f"{NASTY} on text", 1, 1)
     text = str(made.file.getvalue())  # type: ignore[attr-defined]
     # a bar moves the cursor, and nothing else

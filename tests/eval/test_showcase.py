@@ -38,8 +38,8 @@ def test_without_a_terminal_lines_tell(monkeypatch: pytest.MonkeyPatch, capsys: 
     """Every ten seconds; every few milliseconds here."""
     assert progress.EVERY <= 10.0
     monkeypatch.setattr(progress, "EVERY", 0.005)
-    console, work = Console(stderr=True), {"a model": 1.0}
-    with progress.shown_progress(work, console) as tell:
+    console = Console(stderr=True)
+    with progress.shown_progress(console) as tell:
         tell("a model", 2000, 5000)
         said, limit = "", time.monotonic() + 20.0
         while said.count("a model: 40 % after 0 s") < 2 and time.monotonic() < limit:
@@ -51,14 +51,14 @@ def test_without_a_terminal_lines_tell(monkeypatch: pytest.MonkeyPatch, capsys: 
         tell("a model", 5000, 5000)
     assert said.count("a model: 40 % after 0 s") >= 2
     assert "a model: done after 0 s" in capsys.readouterr().err
-    with progress.shown_progress(work, console, quiet=True) as tell:
+    with progress.shown_progress(console, quiet=True) as tell:
         tell("a model", 5000, 5000)
     assert capsys.readouterr().err == ""
 
 
 def test_a_name_sends_no_control_sequence_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     name = "evil\x1b]0;owned\x07\x9b31m [red]x"
-    with progress.shown_progress({name: 1.0}, Console(stderr=True)) as tell:
+    with progress.shown_progress(Console(stderr=True)) as tell:
         tell(name, 3, 3)
     written = capsys.readouterr().err
     assert "evil" in written
