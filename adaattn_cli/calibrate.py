@@ -104,9 +104,9 @@ def calibrated(
     about, under_way, worst, results, shown = "", "", 0, dict[str, Any](), list[Show]()
     quiet = job.options.quiet or not team.leads
 
-    def say(sentence: str, details: str = "") -> None:
+    def say(sentence: str) -> None:
         if not quiet:
-            tell(console, f"{sentence} ({details})" if details and job.options.verbose else sentence)
+            tell(console, sentence)
 
     try:
         with shown_progress(console, quiet=quiet) as progress:

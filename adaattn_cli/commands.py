@@ -82,7 +82,6 @@ EVAL = Command(
     data=Option(list[str], (), "wikitext, lambada (through datasets), wikitext:PATH, lambada:PATH, or a text or jsonl "
         "file or a directory of them. May be given several times. Default: wikitext."),
     split=Option(str, "test", "Split of a dataset."),
-    document_separator=Option(str, None, "Text between the documents of a plain file (<|endoftext|>, say)."),
     attn_implementation=Option(str, "adaattn", "Attention implementation under test."),
     baseline=Option(str, "",
         "Stock implementation to replace. Default: sdpa; with --baseline-plan the one under test."),

@@ -22,7 +22,7 @@ from .ending import ending, room_or_sentence, use_threads, writable
 from .options import Done, Options
 
 OF_A_MODEL = {
-    "data", "split", "document_separator", "plan", "baseline_plan", "revision", "gguf_file", "trust_remote_code",
+    "data", "split", "plan", "baseline_plan", "revision", "gguf_file", "trust_remote_code",
     "tokenizer", "objective", "max_ppl_ratio",
 }  # fmt: skip
 """Options that say nothing of the models in the package."""
@@ -113,7 +113,7 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
 
 def _runs(options: Options, settings: Settings) -> Iterator[runner.Run]:
     specs = options.data or ("wikitext",)
-    texts = [corpora.load(spec, split=options.split, separator=options.document_separator) for spec in specs]
+    texts = [corpora.load(spec, split=options.split) for spec in specs]
     names = [corpus.name for corpus in texts]
     if len({*names}) < len(names):
         raise UsageError(f"data: got {', '.join(names)}, expected different names: each has a directory")

@@ -61,7 +61,6 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     passes = [Benefit(**one) for one in result.report.get("whole_forward", [])]
     lines = [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
-        *(one.sentence() for one in passes if job.options.verbose or one.high < 1.0),
         f"plan: {job.target}",
         f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
         f"compare with stock attention: {evaluation(job, result.plan.dtype)}",

@@ -6,7 +6,6 @@ Its budget, lengths, choices and cache are its claim. All else is the program's 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from adaattn_hf.calibration.inputs import Inputs, LengthSample, Run, refuse_longer
+from adaattn_hf.calibration.inputs import Inputs, LengthSample, Run, each_source, refuse_longer
 from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.pricing import machine
 from adaattn_hf.calibration.proof import verdict_at
@@ -115,22 +114,19 @@ def _verdicts(
     drawn = sample.parts["held_out"]
     text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
     apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint
-    drawn = drawn[: settings.held_out] if apart else drawn[searched:]
-    counts = Counter(one.source for one in drawn)
-    fewest = min(counts[str(path)] for path in data) if apart else len(drawn)
-    if fewest < 2:
-        raise ValueError(
-            f"data: a source holds {fewest} sequences of {content} tokens for this, expected at least 2 of every "
-            "source; give more of its text, or leave it out"
-        )
     # of other text, sources give equally many and each must pass
-    pool = drawn[: fewest * len(data)] if apart else drawn
+    pool = each_source(drawn[: settings.held_out], data, content, "data") if apart else drawn[searched:]
+    if len(pool) < 2:
+        raise ValueError(
+            f"data: it holds {len(pool)} sequences of {content} tokens that did not choose the plan, expected at least "
+            "2; give more of its text"
+        )
     samples = {}
     for length in plan.lengths:
         cut = tuple(replace(one, tokens=one.tokens[: scoring.content(length)]) for one in pool)
         samples[length] = LengthSample((), cut[:1], cut, "")
     inputs = Inputs(ModelArms(model), settings, scoring, samples, other_source=apart)
-    rounding = min(stock_distance(inputs).kl, most_rounding(plan.dtype))
+    rounding = min(stock_distance(inputs)[0], most_rounding(plan.dtype))
     gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding, max_kl=settings.max_kl)
     heads = len(bound_layers) * len(plan.layers[0].choices) if programs else 1
     verdicts, stored = dict[int, Verified](), plan.cache[0] if plan.cache else "model"

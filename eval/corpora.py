@@ -9,18 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adaattn_hf.errors import DataUnavailable, EvalError, UsageError
+from adaattn_hf.errors import DataUnavailable, EvalError
 
 from . import wikitext
 from .texts import json_lines, pieces, text_files, text_of
 
 Kind = Literal["pages", "lastword"]
 
-HUB: dict[str, tuple[tuple[str, str | None], ...]] = {
-    "wikitext": (("Salesforce/wikitext", "wikitext-2-raw-v1"), ("wikitext", "wikitext-2-raw-v1")),
-    "lambada": (("EleutherAI/lambada_openai", "default"), ("EleutherAI/lambada_openai", None)),
-}
-"""Known corpora and the (repository, configuration) pairs that are tried for each, in order."""
+HUB = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1"), "lambada": ("EleutherAI/lambada_openai", "default")}
+"""Known corpora: repository and configuration of each."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def text_corpus(texts: Iterable[str], origin: str, name: str) -> Corpus:
     return Corpus(name, "pages", tuple(Document(text, text) for text in texts if text.strip()), origin)
 
 
-def load(spec: str, *, split: str = "test", separator: str | None = None) -> Corpus:
+def load(spec: str, *, split: str = "test") -> Corpus:
     """The corpus that one `--data` argument names.
 
     Args:
@@ -100,12 +97,9 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
             file, or a directory of files, in that corpus's form); or the path of a text or `.jsonl` file, or of a
             directory of them.
         split: which split a hub dataset gives.
-        separator: string between the documents of a plain text file; each is stripped of white space. Without
-            it a plain text file is one document, read as it is.
 
     Raises:
-        DataUnavailable: the corpus is neither local nor cached nor to be had.
-        UsageError: `spec` names no known corpus and no file.
+        DataUnavailable: the corpus is neither local nor cached nor to be had, or cannot be read.
     """
     corpus, colon, where = spec.partition(":")
     in_its_form = corpus in HUB and bool(colon)
@@ -121,7 +115,7 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
                 f"path, or pass --data {corpus} to have it through the package datasets"
             )
         if in_its_form and corpus == "lambada":
-            return lastword_corpus(_texts(path, None, lines=True), origin)
+            return lastword_corpus(_texts(path, lines=True), origin)
         if in_its_form:
             return wikitext_corpus((page for file in text_files(path) for page in _pages_of(file)), origin)
         if not path.exists():
@@ -129,9 +123,7 @@ def load(spec: str, *, split: str = "test", separator: str | None = None) -> Cor
                 f"data: got {spec!r}, which is no file or directory here, expected {', '.join(HUB)}, a path, or "
                 f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"
             )
-        if separator is not None and not separator:
-            raise UsageError("document_separator: got an empty string, expected the text that stands between documents")
-        return text_corpus(_texts(path, separator), origin, whole.stem)
+        return text_corpus(_texts(path), origin, whole.stem)
     except EvalError:
         raise
     except OSError as error:
@@ -148,21 +140,19 @@ def _from_hub(corpus: str, split: str) -> Corpus:
             f"data: {corpus} comes through the package datasets, which is not installed; pip install datasets, or give "
             "a text of your own: --data FILE.txt"
         ) from error
-    reasons = []
-    for repository, configuration in HUB[corpus]:
-        try:
-            rows = datasets.load_dataset(repository, configuration, split=split)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            reasons.append(f"{repository}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            continue
-        origin = f"{repository} ({configuration}) {split}"
-        if corpus == "lambada":
-            return lastword_corpus((row["text"] for row in rows), origin)
-        return wikitext_corpus(_pages(rows, repository), origin)
-    raise DataUnavailable(
-        f"data: {corpus} is neither in the local cache of datasets nor to be downloaded "
-        f"({'; '.join(reasons)}). Connect to the hub once, or name a local file: --data {corpus}:PATH"
-    )
+    repository, configuration = HUB[corpus]
+    try:
+        rows = datasets.load_dataset(repository, configuration, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise DataUnavailable(
+            f"data: {corpus} is neither in the local cache of datasets nor to be downloaded ({repository}: {reason}). "
+            f"Connect to the hub once, or name a local file: --data {corpus}:PATH"
+        ) from error
+    origin = f"{repository} ({configuration}) {split}"
+    if corpus == "lambada":
+        return lastword_corpus((row["text"] for row in rows), origin)
+    return wikitext_corpus(_pages(rows, repository), origin)
 
 
 def _pages(rows: Iterable[dict[str, Any]], where: str) -> Iterator[str]:
@@ -179,7 +169,7 @@ def _pages_of(file: Path) -> Iterator[str]:
     return wikitext.split_pages("".join(pieces(file)))
 
 
-def _texts(path: Path, separator: str | None, lines: bool = False) -> Iterator[str]:
+def _texts(path: Path, lines: bool = False) -> Iterator[str]:
     """The text of each document; with `lines`, each line of a plain text file is one."""
     for file in text_files(path):
         if file.suffix.lower() == ".jsonl":
@@ -189,7 +179,5 @@ def _texts(path: Path, separator: str | None, lines: bool = False) -> Iterator[s
         text = "".join(pieces(file))
         if lines:
             yield from (line for line in text.split("\n") if line.strip())
-        elif separator is not None:
-            yield from filter(None, (part.strip() for part in text.split(separator)))
         else:
             yield text

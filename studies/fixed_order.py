@@ -25,7 +25,7 @@ from adaattn_hf.calibration.inputs import Run, open_inputs
 from adaattn_hf.calibration.ladder import Ladder, ladder
 from adaattn_hf.calibration.layers import bound_layers
 from adaattn_hf.calibration.measure import measure
-from adaattn_hf.calibration.passes import StockDistance, stock_distance
+from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.proof import Evidence, gather
 from adaattn_hf.calibration.search import JointPasses
 from adaattn_hf.calibration.settings import CalibrationSettings
@@ -70,8 +70,8 @@ def measured() -> dict[str, Any]:
     held = [pages_path("heldout")]
     inputs = open_inputs(Subject(loaded.model), loaded.encode, data, SETTINGS, verify_data=held, run=Run())
     measurement = measure(inputs)
-    stock, length = stock_distance(inputs), SETTINGS.lengths[0]
-    found = ladder(JointPasses(measurement, stock.kl), {}, Gates(SETTINGS.budget), stock, [])
+    (rounding, flips), length = stock_distance(inputs), SETTINGS.lengths[0]
+    found = ladder(JointPasses(measurement, rounding), {}, Gates(SETTINGS.budget), flips, [])
     losses = []
     for one in found.candidates:
         tap = plan_tap(bound_layers(measurement, one.way.allocation.picks))
@@ -114,7 +114,7 @@ def returned(losses: Losses, budget: float, stops: bool = True) -> int:
         for candidates in rungs:
             steps = Ladder(candidates, gates, False)
             with mock.patch.object(calibrate, "ladder", return_value=steps):
-                _, passed, _ = calibrate.judged(passes, StockDistance(0.0, 0.0), gates, (), [])
+                _, passed, _ = calibrate.judged(passes, 0.0, gates, (), [])
             best = best if passed is None else int(passed[0].way.allocation.picks)
     return best
 

@@ -36,7 +36,7 @@ from .assemble import finished_plan, report
 from .inputs import OutOfTime
 from .ladder import Candidate, falling, ladder
 from .layers import Measurement, picks_of
-from .passes import StockDistance, stock_distance, whole_passes
+from .passes import stock_distance, whole_passes
 from .proof import Proof, prove, worst
 from .search import PROTOCOL, JointPasses, Losses, Way, roundings, storages
 from .settings import Calibration, CalibrationSettings
@@ -74,27 +74,28 @@ def choose_and_verify(
     """
     if settings is not None:
         measurement = replace(measurement, inputs=measurement.inputs.with_settings(settings))
-    s, dtype, stock = measurement.inputs.settings, measurement.layers.exact.dtype, stock_distance(measurement.inputs)
-    gates = Gates(s.budget, s.top1, s.needles_lost, min(stock.kl, most_rounding(dtype)), max_kl=s.max_kl)
-    if stock.kl > APART * s.budget:
+    s, dtype = measurement.inputs.settings, measurement.layers.exact.dtype
+    rounding, flips = stock_distance(measurement.inputs)
+    gates = Gates(s.budget, s.top1, s.needles_lost, min(rounding, most_rounding(dtype)), max_kl=s.max_kl)
+    if rounding > APART * s.budget:
         measurement.inputs.run.say(
-            f"two stock implementations differ by a KL of {in_nats(stock.kl)} nats/token in this dtype, which is not "
+            f"two stock implementations differ by a KL of {in_nats(rounding)} nats/token in this dtype, which is not "
             "held against a plan"
         )
     log: list[dict[str, Any]] = []
-    gates, passed, reason = judged(JointPasses(measurement, stock.kl), stock, gates, proven, log)
+    gates, passed, reason = judged(JointPasses(measurement, rounding), flips, gates, proven, log)
     if passed is None:
         zero, one = np.zeros(len(measurement.layers.units), dtype=np.int64), np.ones(len(s.lengths))
         sentence = f"the budget of {allowed(gates.budget)} cannot be met: {reason}; the plan is exact"
         noted = report(measurement, log, None, one, [step["verified"] for step in log if "verified" in step])
         plan = finished_plan(measurement, zero, None, one, gates)
-        return Calibration(plan, False, sentence, {**noted, "rounding": stock.kl})
+        return Calibration(plan, False, sentence, {**noted, "rounding": rounding})
     candidate, proof = passed
     allocation, storage = candidate.way.allocation, candidate.way.storage
     verdict = worst(proof.alone.values()) if proof.alone else None
     plan = finished_plan(measurement, allocation.picks, verdict, candidate.alpha, gates)
     noted = report(measurement, log, allocation, candidate.alpha, [asdict(one) for one in proof.verdicts])
-    noted["rounding"] = stock.kl  # every measured KL holds that of rounding
+    noted["rounding"] = rounding  # every measured KL holds that of rounding
     sentence = proof.worst.sentence
     if storage is not None:
         coded = worst(proof.coded.values()) if proof.coded else None
@@ -107,17 +108,18 @@ def choose_and_verify(
 
 
 def judged(
-    passes: JointPasses, stock: StockDistance, gates: Gates, proven: Sequence[Plan], log: list[dict[str, Any]]
+    passes: JointPasses, flips: float, gates: Gates, proven: Sequence[Plan], log: list[dict[str, Any]]
 ) -> tuple[Gates, tuple[Candidate, Proof] | None, str]:
     """Returns the limits, the best candidate that held-out text proved, and in words why it proved no other.
 
     Plans that were `proven` on this text before come first, bolder ones after them; what was found joins the `log`.
+    `flips` is the share of likeliest tokens in which two stock implementations differ.
     """
     measurement, passed = passes.measurement, list[tuple[Candidate, Proof]]()
     inputs, s, reason = measurement.inputs, measurement.inputs.settings, ""
     try:
         formats = roundings(passes) if s.with_cache else {}
-        steps = ladder(passes, formats, gates, stock, log)
+        steps = ladder(passes, formats, gates, flips, log)
         gates = steps.gates
         order = falling([*known(passes, proven, formats), *steps.candidates])
         if not order:

@@ -56,7 +56,7 @@ class Run:
     resume: bool = False  # go on from the state saved there
     known: Known | None = None  # risks of an earlier run on the same weights and text, in place of measuring them
     progress: Progress = silent
-    say: Callable[..., None] = silent  # a sentence that a user should know, and details
+    say: Callable[[str], None] = silent  # a sentence that a user should know
     expect: Callable[[Mapping[str, float]], None] = silent  # the seconds that stages take, before they begin
     opened: float = field(default_factory=time.monotonic)  # from here on `settings.minutes` count
 
@@ -227,11 +227,13 @@ def _draw(
         )
     first = windows.draw(data, encode, length, searched, s.seed)
     second = windows.draw(verify_data, encode, length, judged, s.seed, spare)
-    parts = {**first.parts, "held_out": _each(second.parts["held_out"], verify_data, length)}
+    parts = {**first.parts, "held_out": each_source(second.parts["held_out"], verify_data, length, "verify_data")}
     return windows.Sample(parts, f"{first.fingerprint}:{second.fingerprint}")
 
 
-def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: int) -> list[TokenSequence]:
+def each_source(
+    held_out: Sequence[TokenSequence], paths: Sequence[str | Path], length: int, argument: str
+) -> list[TokenSequence]:
     """Returns equally many held-out sequences of every source, at least two: each source is verified by its own."""
     counts = {str(path): 0 for path in paths}
     for sequence in held_out:
@@ -239,10 +241,10 @@ def _each(held_out: list[TokenSequence], paths: Sequence[str | Path], length: in
     fewest = min(counts, key=lambda name: counts[name])
     if counts[fewest] < 2:
         raise ValueError(
-            f"verify_data: {fewest} holds {counts[fewest]} sequences of {length} tokens, expected at least 2 of every "
-            "source: each must keep the budget; give more of its text, shorter lengths, or leave it out"
+            f"{argument}: {fewest} holds {counts[fewest]} sequences of {length} tokens, expected at least 2 of "
+            "every source: each must keep the budget; give more of its text, shorter lengths, or leave it out"
         )
-    return held_out[: counts[fewest] * len(counts)]
+    return list(held_out[: counts[fewest] * len(counts)])
 
 
 @dataclass(frozen=True)

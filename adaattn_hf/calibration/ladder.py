@@ -15,7 +15,6 @@ import numpy as np
 
 from ..plans.limits import Gates
 from ..policy.knapsack import Array
-from .passes import StockDistance
 from .search import LEAST_KL, Joint, JointPasses, Losses, Way, way_within
 
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
@@ -72,12 +71,10 @@ class Ladder:
     forgetful: bool
 
 
-def ladder(
-    passes: JointPasses, formats: Losses, gates: Gates, stock: StockDistance, log: list[dict[str, Any]]
-) -> Ladder:
+def ladder(passes: JointPasses, formats: Losses, gates: Gates, stock_flips: float, log: list[dict[str, Any]]) -> Ladder:
     """Returns the candidates within the limits, each cheaper than those before; what was measured joins the log.
 
-    `formats` are those of a smaller cache, where one is wanted.
+    `formats` are those of a smaller cache, where one is wanted; `stock_flips` as in `judged`.
     """
     measurement = passes.measurement
     inputs, s = measurement.inputs, measurement.inputs.settings
@@ -114,7 +111,7 @@ def ladder(
                 needles[length] = min(closer, needles.get(length, math.inf))
     inputs.run.progress("joint", len(SHARES) + 1, len(SHARES) + 1)
     if flips:
-        gates = gates.with_flips(flips, stock.flips)
+        gates = gates.with_flips(flips, stock_flips)
     room = _room(gates, flips)
     used = {one: max(map(one.added, s.lengths)) / room for one in measured}
     enough = [one for one in measured if s.kv_bytes is None or one.way.cost <= s.kv_bytes]

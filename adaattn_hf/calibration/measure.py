@@ -104,8 +104,7 @@ def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
         lacking = ", ".join(choice.label for choice in offered if choice not in usable.choices)
         run.say(f"risks: those of {run.known.path}{lacking and f', which lack {lacking}'}")
     else:
-        need = forecast(inputs, layers)
-        run.say(need.sentence(room_for(inputs.arms.model)), need.parts())
+        run.say(forecast(inputs, layers).sentence(room_for(inputs.arms.model)))
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
     state = measure_risks(inputs, layers, identity)

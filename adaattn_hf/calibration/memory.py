@@ -48,14 +48,6 @@ class Need:
         fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // PROBE * PROBE
         return f"{needed}; the device has {room / 1e9:.1f} GB: --lengths {max(fits, PROBE)} would fit"
 
-    def parts(self) -> str:
-        """Returns what the need consists of, in words."""
-        parts = {
-            "weights": self.weights, "inputs of the layers": self.inputs, "one layer": self.layer,
-            "attention of the sampled rows": self.rows, f"{CHUNK} positions of logits": self.logits,
-        }  # fmt: skip
-        return f"{self.length} tokens: " + ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts.items())
-
 
 def forecast(inputs: Inputs, layers: Layers) -> Need:
     """Returns what the longest sequences of a calibration need, by what autograd keeps of a short one."""

@@ -50,23 +50,13 @@ class Benefit:
     step: bool = False  # whether the pass is a decode step behind so many keys
     aimed: bool = True  # whether it is what the plan is for
 
-    def sentence(self) -> str:
-        """Returns the speed-up in words, with what it rests on."""
-        slower = "; slower: leave the plan out here, or measure with the batch that is served (--batch-size)"
-        several = f"{self.batch} times " * (self.batch > 1 and not self.step)
-        of = f"decode step of {counted(self.batch, 'row')} behind" if self.step else "forward pass of"
-        return (
-            f"whole {of} {several}{self.length} tokens: {self.ratio:.2f} times as fast as exact "
-            f"(95 %: {self.low:.2f} to {self.high:.2f}, {self.clock}, {self.rounds} rounds)"
-            f"{slower * (self.high < 1.0)}"
-        )
-
     def words(self) -> str:
         """Returns what is gained in few words: `a prompt of 32k 1.14`, `a step of one row behind 32k nothing`."""
         tokens = f"{self.length:,}" if self.length % 1024 else f"{self.length // 1024}k"
         prompt = f"a prompt of {tokens}" if self.batch == 1 else f"{counted(self.batch, 'prompt')} of {tokens}"
         of = f"a step of {counted(self.batch, 'row')} behind {tokens}" if self.step else prompt
-        return f"{of} {f'{self.ratio:.2f}' if self.low > 1.0 or self.high < 1.0 else 'nothing'}"
+        slower = " (slower: leave the plan out there)" * (self.high < 1.0)
+        return f"{of} {f'{self.ratio:.2f}{slower}' if self.low > 1.0 or slower else 'nothing'}"
 
 
 @torch.no_grad()
@@ -123,17 +113,9 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
     inputs.run.progress("speed", len(inputs.samples), len(inputs.samples))
 
 
-@dataclass(frozen=True)
-class StockDistance:
-    """How far eager and sdpa attention lie apart."""
-
-    flips: float  # share of tokens whose likeliest token differs
-    kl: float  # the mean, nats/token
-
-
 @torch.no_grad()
-def stock_distance(inputs: Inputs) -> StockDistance:
-    """Returns how far eager and sdpa attention lie apart.
+def stock_distance(inputs: Inputs) -> tuple[float, float]:
+    """Returns the mean KL of sdpa to eager attention, nats/token, and the share of tokens whose likeliest one differs.
 
     A layer that one of them cannot compute (a softcap, say) uses the backend that is chosen for it.
     """
@@ -151,4 +133,4 @@ def stock_distance(inputs: Inputs) -> StockDistance:
     with tapping(by("eager")):
         eager = arms.hidden(window)
     scores = compare(arms, window, by("sdpa"), eager)
-    return StockDistance(float((~scores.agree).mean()), float(scores.kl.mean()))
+    return float(scores.kl.mean()), float((~scores.agree).mean())

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,14 +33,6 @@ class Elapsed:
 
     wall: float
     process: float
-
-
-@runtime_checkable
-class Clocked(Protocol):
-    """A call in another process, by whose clocks it is timed."""
-
-    def seconds(self, repeats: int) -> Elapsed:
-        """The time of one of so many calls."""
 
 
 def wait(device: torch.device) -> None:
@@ -66,12 +58,14 @@ def in_turn(
     """Returns the times of several calls that take turns, so that other load on the machine strikes all alike.
 
     Every second round goes backwards. A call is repeated so many times in its turn as `repeats` says, once by default.
+    One in another process has `seconds`, which gives the time of so many calls by the clocks there.
     """
     runs: dict[K, list[Elapsed]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
             call, times = calls[name], 1 if repeats is None else repeats[name]
-            runs[name].append(call.seconds(times) if isinstance(call, Clocked) else timed(call, device, times)[1])
+            elsewhere: Callable[[int], Elapsed] | None = getattr(call, "seconds", None)
+            runs[name].append(timed(call, device, times)[1] if elsewhere is None else elsewhere(times))
     return runs
 
 

@@ -54,15 +54,6 @@ def test_a_directory_of_texts(texts: Path, tmp_path: Path) -> None:
     assert [d.text for d in corpus.documents] == ["first text", "second text"]
 
 
-def test_a_separator_makes_documents_and_strips_them(tmp_path: Path) -> None:
-    path = tmp_path / "stories.txt"
-    path.write_text("\nOne. \n<|end|>\n Two.\n<|end|>\n", encoding="utf-8")
-    assert [d.text for d in corpora.load(str(path), separator="<|end|>").documents] == ["One.", "Two."]
-    assert [d.text for d in corpora.load(str(path)).documents] == [path.read_text(encoding="utf-8")]
-    with pytest.raises(UsageError, match="empty string"):
-        corpora.load(str(path), separator="")
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     known: dict[str, Any] = {}

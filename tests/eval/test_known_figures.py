@@ -17,7 +17,8 @@ pytestmark = pytest.mark.assets
 def test_tiny_stories(assets: Path, model: str, tokens: int, perplexity: float) -> None:
     """Each story stripped, BOS by the tokenizer, every token after it scored."""
     loaded = checkpoint.load(assets / "models" / model, device="cpu")
-    corpus = corpora.load(str(assets / "data" / "tinystories_sample.txt"), separator="<|endoftext|>")
+    stories = (assets / "data" / "tinystories_sample.txt").read_text(encoding="utf-8").split("<|endoftext|>")
+    corpus = corpora.text_corpus(map(str.strip, stories), "tinystories_sample.txt", "tinystories")
     arms = runner.evaluate(loaded, corpus, Settings(windows="strided"))["quality"]["arms"]
     assert [arm["tokens"] for arm in arms] == [tokens, tokens]
     assert [round(arm["perplexity"], 3) for arm in arms] == [perplexity, perplexity]

@@ -56,14 +56,12 @@ def test_the_ratio_is_that_of_the_times_and_the_first_round_warms_up(clock: Any)
     (found,) = benefit.whole_passes(bench(clock([9.0, 2.0, 2.0], [90.0, 1.0, 1.0]), 12), {})
     assert (found.length, found.rounds, found.clock) == (12, 2, "CPU time")
     assert found.ratio == found.low == found.high == 2.0
-    assert found.sentence() == (
-        "whole forward pass of 12 tokens: 2.00 times as fast as exact (95 %: 2.00 to 2.00, CPU time, 2 rounds)"
-    )
+    assert found.words() == "a prompt of 12 2.00"
 
 
 def test_a_plan_that_slows_whole_passes_is_said_to(clock: Any) -> None:
     (found,) = benefit.whole_passes(bench(clock([1.0], [1.5]), 12), {})
-    assert "slower: leave the plan out here" in found.sentence()
+    assert found.words() == "a prompt of 12 0.67 (slower: leave the plan out there)"
 
 
 def test_the_interval_is_students_of_the_logarithms(clock: Any) -> None:
@@ -93,7 +91,6 @@ def test_prompts_and_steps_behind_them_are_timed_by_the_rows_that_are_served(clo
     found = list(benefit.whole_passes(bench(model, 12, batch=3, steps=True, aim="step"), {}))
     assert [(one.step, one.batch, one.aimed) for one in found] == [(False, 1, False), (True, 1, False), (True, 3, True)]
     assert set(seen) == {(1, 12, 0), (1, 11, 0), (1, 1, 11), (3, 1, 11)}
-    assert found[2].sentence().startswith("whole decode step of three rows behind 12 tokens: 1.50 times as fast")
     assert found[2].words() == "a step of three rows behind 12 1.50"
     (prompts,) = benefit.whole_passes(bench(model, 12, batch=3, steps=True, captured=True), {})
     assert (prompts.words(), prompts.aimed, seen[-1]) == ("three prompts of 12 1.50", True, (3, 12, 0))

@@ -168,9 +168,9 @@ def flat(*labels: str) -> PriceTable:
 
 def steps(measured: Measurement, **changes: Any) -> Ladder:
     inputs = measured.inputs.with_settings(replace(MEMORY, **changes))
-    stock, own = stock_distance(inputs), replace(measured, inputs=inputs)
-    passes = JointPasses(own, stock.kl)
-    return ladder(passes, roundings(passes), Gates(inputs.settings.budget, rounding=stock.kl), stock, [])
+    (rounding, flips), own = stock_distance(inputs), replace(measured, inputs=inputs)
+    passes = JointPasses(own, rounding)
+    return ladder(passes, roundings(passes), Gates(inputs.settings.budget, rounding=rounding), flips, [])
 
 
 def test_candidates_are_the_smallest_caches_within_their_share_whatever_their_format(measured: Measurement) -> None:

@@ -115,7 +115,7 @@ def test_what_cannot_be_proved_is_a_sentence(material: Path, tmp_path: Path) -> 
         ((MODEL, "--plan", material, "--data", text), f"wrote, such as {material}/"),
         ((demo_model_path("gpt2"), "--plan", plan, "--data", text), "plan"),
         ((MODEL, "--plan", plan, "--data", short), "the text holds 0 sequences of 192 tokens, 2 are wanted"),
-        ((MODEL, "--plan", plan, "--data", text, "--data", short), "a source holds 0 sequences of 192 tokens"),
+        ((MODEL, "--plan", plan, "--data", text, "--data", short), f"data: {short} holds 0 sequences of 192 tokens"),
         ((MODEL, "--plan", plan, "--data", text, "--data", text), "is named twice"),
     ):
         adaattn("verify", *words, "--quiet", code=2, says=said)

@@ -12,7 +12,6 @@ from adaattn_hf.calibration import ladder as steps
 from adaattn_hf.calibration import search
 from adaattn_hf.calibration.inputs import Run
 from adaattn_hf.calibration.ladder import SHARES, falling, ladder
-from adaattn_hf.calibration.passes import StockDistance
 from adaattn_hf.calibration.search import LEAST_KL, Joint
 from adaattn_hf.plans.limits import Gates
 from adaattn_hf.policy.knapsack import Allocation
@@ -57,7 +56,7 @@ def climbed(
     known = {"lengths": (LENGTH,), "aim": "prompt", "with_cache": False, "kv_bytes": None, **settings}
     inputs = SimpleNamespace(settings=SimpleNamespace(**known), run=Run(), refuse_late=lambda: None)
     passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs), joint=joint)
-    return ladder(passes, {}, gates, StockDistance(0.0, gates.rounding), [])
+    return ladder(passes, {}, gates, 0.0, [])
 
 
 @pytest.mark.parametrize("slope", [0.2, 1.0, 5.0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration.inputs import _draw, _each
+from adaattn_hf.calibration.inputs import _draw, each_source
 from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.texts import refuse_repeats
@@ -60,7 +60,7 @@ def test_held_out_sequences_take_turns_as_long_as_every_source_has_one(tmp_path:
     assert [one.source for one in sample.parts["held_out"]] == [long, short] * 3
     few = [TokenSequence("d", (1,), long)] * 4 + [TokenSequence("d", (1,), short)]
     with pytest.raises(ValueError, match=r"short\.jsonl holds 1 sequences of 64 tokens, expected at least 2"):
-        _each(few, paths, 64)
+        each_source(few, paths, 64, "verify_data")
 
 
 def test_two_sources_of_one_name_are_two(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_two_sources_of_one_name_are_two(tmp_path: Path) -> None:
         path.parent.mkdir()
         path.write_text(path.parent.name * 100, encoding="utf-8")
     held = draw(paths, encode, 32, {"held_out": 4}, 0).parts["held_out"]
-    assert [one.source for one in _each(held, paths, 32)] == [*map(str, paths)] * 2
+    assert [one.source for one in each_source(held, paths, 32, "verify_data")] == [*map(str, paths)] * 2
     evidence = Evidence(apart=True, sources=[one.source for one in held], names=list("abcd"), tokens=[1000] * 4)
     evidence.sums = [0.0, 2.0, 0.0, 2.0]
     assert evidence.worst(0.95).mean == pytest.approx(2e-3), "the worse of both, not their mean"
