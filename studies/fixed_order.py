@@ -33,7 +33,6 @@ from adaattn_hf.eval.arms import plan_tap
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.patches.checkpoint import load
-from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.limits import Gates
 
 from .pages import commit, machine, table
@@ -68,7 +67,7 @@ def measured() -> dict[str, Any]:
     loaded = load(str(demo_model_path("llama")), device="cpu", implementation="adaattn")
     data = [pages_path("calibration")]
     held = [pages_path("heldout")]
-    inputs = open_inputs(Subject(loaded.model), loaded.encode, data, SETTINGS, verify_data=held, run=Run())
+    inputs = open_inputs(loaded.model, loaded.encode, data, SETTINGS, verify_data=held, run=Run())
     measurement = measure(inputs)
     (rounding, flips), length = stock_distance(inputs), SETTINGS.lengths[0]
     found = ladder(JointPasses(measurement, rounding), {}, Gates(SETTINGS.budget), flips, [])

@@ -39,8 +39,8 @@ from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
 from adaattn_hf.eval.windows import TokenSequence, draw
 from adaattn_hf.patches.checkpoint import load, resolve_device
+from adaattn_hf.patches.plans.attach import remove_plan
 from adaattn_hf.patches.plans.bound import BoundPlan
-from adaattn_hf.patches.plans.subject import Subject
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.store import PLAN_FILE
 from adaattn_hf.policy.prices import PriceTable
@@ -130,10 +130,9 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
     wanted = {
         budget: CalibrationSettings(budget=nats(budget), lengths=(length,), seed=seed, **words) for budget in missing
     }
-    subject = Subject(study.model)
-    subject.remove_plan()
+    remove_plan(study.model)
     inputs = open_inputs(
-        subject, study.encode, study.sources["calibration"], wanted[missing[0]],
+        study.model, study.encode, study.sources["calibration"], wanted[missing[0]],
         verify_data=study.sources["proof"], run=Run(say=partial(print, flush=True)),
     )  # fmt: skip
     peak, started = _peak(study.device), time.perf_counter()
@@ -157,8 +156,8 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
         if result.met:
             kept = study.file("plans", length, budget, seed).with_suffix("")
             kept.mkdir(parents=True, exist_ok=True)
-            save_plan(subject, result, kept)
-            subject.remove_plan()
+            save_plan(study.model, result, kept)
+            remove_plan(study.model)
         _write(files[budget], record)
         print(
             f"{files[budget].stem}: {record['seconds']:.0f} s, {record['peak_gb']:.1f} GB, {result.sentence}",

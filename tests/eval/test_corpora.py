@@ -96,7 +96,6 @@ def test_without_a_hub_the_message_names_the_remedy(hub: dict[str, Any], name: s
     (None, "lambada:{path}", "does not exist"), ("", "{path}", "no text"),
     ("\n", "wikitext:{path}", "no text"), ("word\n", "lambada:{path}", "at least two words"),
     (b"caf\xe9", "{path}", "as UTF-8"), (None, "{path}.link", "no file or directory here"),
-    ("", "{path}.json", "is empty"), ("", "{path}.csv", "is empty"), ("", "{path}.parquet", "is empty"),
 ])  # fmt: skip
 def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: str, says: str) -> None:
     path = tmp_path / "text.txt"
