@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 from pathlib import Path
@@ -39,12 +40,23 @@ class BuildNative(Command):
         build_native(Path(__file__).parent / PLACE)
 
 
+def compiled(place: Path) -> bool:
+    """Whether the library is newer than all that it is made of; whoever names a compiler gets another one."""
+    library, sources = place / native["NAME"], [place / "build.py", *(place / "src").iterdir()]
+    newest = max(path.stat().st_mtime for path in sources)
+    return "CXX" not in os.environ and library.exists() and library.stat().st_mtime > newest
+
+
 class BuildPy(build_py):
     """Copies the Python files, then compiles; in an editable install the library lands beside its sources."""
 
     def run(self) -> None:
         super().run()
-        build_native(Path(__file__).parent / PLACE if self.editable_mode else Path(self.build_lib) / PLACE)
+        beside = Path(__file__).parent / PLACE
+        if self.editable_mode and compiled(beside):  # for another environment of this checkout
+            built.append(True)
+        else:
+            build_native(beside if self.editable_mode else Path(self.build_lib) / PLACE)
 
 
 class Wheel(bdist_wheel):

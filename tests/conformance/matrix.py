@@ -34,11 +34,17 @@ BETWEEN = ",".join(f"3.11:5.{minor}.0" for minor in (19, 20, 21, 22, 23))
 ENGINE = ["tests/model/test_batching.py", "tests/model/test_versions.py"]
 TOOLS = ["accelerate", "hypothesis", "matplotlib", "packaging", "pillow", "psutil", "pytest", "pytest-xdist"]
 """What the tests of the core need beside the package; the linter and the studies want a newer Triton."""
-CORE = ["-n", "2", "-p", "no:cacheprovider", "tests/unit", "tests/contracts", *sorted(
-    f"tests/model/{path.name}"
-    for kind in ("test_plugin_*", "test_plan_*", "test_use_plan*", "test_breadth*", "test_generation*", "test_compile*")
-    for path in (ROOT / "tests" / "model").glob(f"{kind}.py")
-)]  # fmt: skip
+SAME = (
+    "contracts/test_gpu_required", "contracts/test_import_direction", "contracts/test_kernel_sources",
+    "contracts/test_model_knowledge", "contracts/test_source", "contracts/test_writers", "unit/test_fixed_order",
+    "unit/test_options", "unit/test_plan_page", "unit/test_policy", "unit/test_texts",
+)  # fmt: skip
+"""Tests of the source and of numbers, which come out alike under every torch and Transformers."""
+KINDS = ("test_plugin_*", "test_plan_*", "test_use_plan*", "test_breadth*", "test_generation*", "test_compile*")
+CORE = ["-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "tests/unit", "tests/contracts",
+    *(f"--ignore=tests/{name}.py" for name in SAME),
+    *sorted(f"tests/model/{path.name}" for kind in KINDS for path in (ROOT / "tests" / "model").glob(f"{kind}.py")),
+]  # fmt: skip
 
 
 class Outcome(NamedTuple):

@@ -1,10 +1,7 @@
 """A GPU suite that nobody could run is not green where a GPU is asked for; one that ran leaves a record."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,17 +9,20 @@ import pytest
 
 from ..support import gpu_record
 from ..support.source_tree import ROOT
+from ..support.warm import WarmInterpreter
+
+BLIND = "import os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+IMPORTED = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins that Transformers has imported before pytest
 
 
 @pytest.mark.parametrize(
     ("options", "code"), [(("-p", "no:xdist"), 0), (("-n", "1", "--require-gpu"), 1)], ids=["as it is", "required"]
 )
-def test_skipped_gpu_tests_are_counted_and_refused(options: tuple[str, ...], code: int, checkout: object) -> None:
+def test_skipped_gpu_tests_are_counted_and_refused(
+    options: tuple[str, ...], code: int, interpreter: WarmInterpreter
+) -> None:
     """Also where one process reports what others skipped."""
-    command = [sys.executable, "-m", "pytest", "-q", *options, "tests/gpu/test_devices.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
-    )
+    done = interpreter.run(BLIND, ROOT, "-q", *IMPORTED, *options, "tests/gpu/test_devices.py")
     assert done.returncode == code, done.stdout + done.stderr
     counts = [re.findall(pattern, done.stdout) for pattern in (r"BLOCKED: (\d+)", r"(\d+) skipped")]
     assert counts[0] == counts[1] != [], "some reason of a skip is not counted"

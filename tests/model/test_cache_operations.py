@@ -51,9 +51,8 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[int]]] = {
 """What is done with a cache (one that is returned takes its place), and which rows it holds then."""
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("streaming", "padded"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("streaming", [False, True], ids=["full", "streaming"])
 @pytest.mark.parametrize("stored", CACHES)
 def test_what_follows_is_the_same(stored: str, streaming: bool, operation: str, padded: bool, tmp_path: Path) -> None:
     """Pieces of a prompt, single tokens, and rows that begin later than others."""

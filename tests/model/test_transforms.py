@@ -105,17 +105,6 @@ def test_native_kernels_asked_for_by_name_refuse() -> None:
         torch.func.grad(lambda q: attention(q, key, value, "adaattn_native").sum())(query)
 
 
-def test_an_exported_model_keeps_the_operator() -> None:
-    _, ours = fresh_pair("llama")
-    ids = tokens()
-    options: dict[str, Any] = {"use_cache": False}
-    with torch.no_grad():
-        bound_layer = torch.export.export(ours, (ids,), options, strict=False)
-        right = ours(ids.flip(1), **options).logits
-        torch.testing.assert_close(bound_layer.module()(ids.flip(1), **options).logits, right, atol=1e-5, rtol=1e-5)
-    assert "native_attend" in str(bound_layer.graph)
-
-
 def test_symbolic_lengths_are_refused_by_name() -> None:
     with pytest.raises(BackendRefusal, match="make_fx: got lengths that are symbols"):
         make_fx(lambda q, k, v: attention(q, k, v), tracing_mode="symbolic")(*drawn(2))

@@ -20,15 +20,13 @@ BACKEND = SdpaBackend()
 BANDS = {"WINDOW_ROWS": 4, "BAND_ROWS": 5, "LEAST_ROWS": 2, "SCORES": 300}
 
 
-@pytest.fixture(params=["kept", "kept in no memory"], autouse=True, scope="module")
-def low_crossovers(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def low_crossovers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "SMALL_PAIRS", 0)
         patch.setattr(dispatch, "SHORT_KEYS", 0)
         for name, value in BANDS.items():
             patch.setattr(masked, name, value)
-        if request.param == "kept in no memory":
-            patch.setattr(masked, "KEPT_BYTES", 0)
         yield
 
 
@@ -37,9 +35,13 @@ def fresh(call: AttentionCall) -> AttentionCall:
 
 
 @settings(max_examples=120)
-@given(drawn=calls())
-def test_output(drawn: AttentionCall) -> None:
-    assert_right(drawn, attended(BACKEND, fresh(drawn)).out)
+@given(drawn=calls(), room=st.sampled_from([masked.KEPT_BYTES, 0]))
+def test_output(drawn: AttentionCall, room: int) -> None:
+    """Masks of bands are kept with their structure, or made again where they have no room: in no other way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masked, "KEPT_BYTES", room)
+        assert_right(drawn, attended(BACKEND, fresh(drawn)).out)
+        assert_right_gradients(drawn, lambda asked: attended(BACKEND, asked).out)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
@@ -48,12 +50,6 @@ def test_output(drawn: AttentionCall) -> None:
 def test_half_precision(dtype: torch.dtype, data: st.DataObject) -> None:
     drawn = fresh(data.draw(calls(dtype=dtype)))
     assert_right(drawn, attended(BACKEND, drawn).out)
-
-
-@settings(max_examples=60)
-@given(drawn=calls())
-def test_gradients(drawn: AttentionCall) -> None:
-    assert_right_gradients(drawn, lambda asked: attended(BACKEND, asked).out)
 
 
 @settings(max_examples=40)
@@ -159,11 +155,10 @@ def test_a_window_becomes_bands(sinks: int) -> None:
     structure = MaskStructure(2, 40, 40, causal=True, window=6, sinks=sinks)
     query, key, value = (torch.randn(2, 2, 40, 4) for _ in range(3))
     attended(BACKEND, AttentionCall(query, key, value, structure, 0.5))
-    if masked.KEPT_BYTES:
-        kept = [made for made in structure.made.values() if isinstance(made, tuple)]
-        (bands,) = (made for made in kept if made and isinstance(made[0], Band))
-        assert [band.count for band in bands] == ([1] * 10 if sinks else [1, 1, 8])
-        assert len({id(band.mask) for band in bands}) == (4 if sinks else 3)
+    kept = [made for made in structure.made.values() if isinstance(made, tuple)]
+    (bands,) = (made for made in kept if made and isinstance(made[0], Band))
+    assert [band.count for band in bands] == ([1] * 10 if sinks else [1, 1, 8])
+    assert len({id(band.mask) for band in bands}) == (4 if sinks else 3)
 
 
 KEPT = {

@@ -301,8 +301,10 @@ def test_a_group_completes_under_the_name_of_the_program_alone() -> None:
 WITH_DEVICE = [name for name, command in leaves().items() if "--device" in options_of(command)]
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cuda:x", "meta"])
-@pytest.mark.parametrize("name", WITH_DEVICE)
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((name, "cuda:99") for name in WITH_DEVICE), *(("eval", device) for device in ("gpu", "cuda:x", "meta"))],
+)
 def test_a_device_that_is_not_here_is_one_sentence_at_every_command(
     name: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

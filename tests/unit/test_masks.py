@@ -122,14 +122,6 @@ def test_known_rules_never_become_a_dense_mask(function: MaskFunction, padded: b
     assert all(tensor.numel() <= 2 * 6 for tensor in tensors)
 
 
-def test_a_foreign_rule_is_evaluated() -> None:
-    function = and_masks(causal_mask_function, every_third)
-    found = adaattn_mask(batch_size=1, q_length=6, kv_length=6, mask_function=function)
-    assert isinstance(found, StructuredMask)
-    assert found.structure.mask is not None
-    assert found.dense()[0, 0].tolist() == [[j <= i and (i - j) % 3 == 0 for j in range(6)] for i in range(6)]
-
-
 def test_a_prepared_mask_comes_back_as_it_is() -> None:
     prepared = adaattn_mask(batch_size=1, q_length=4, kv_length=4)
     assert adaattn_mask(batch_size=1, q_length=4, kv_length=4, attention_mask=prepared) is prepared

@@ -34,7 +34,9 @@ BACKENDS = ["sdpa", "eager", *([] if missing() else ["native"])]
 INT8 = make_choice(precision="int8")
 # kernels of int8 products round the weights, too: tests/native/test_plans.py compares them with the definition
 PAIRS = [
-    *((choice, backend) for choice in CHOICES for backend in BACKENDS),
+    *((WINDOW, backend) for backend in BACKENDS),
+    *((choice, BACKENDS[-1]) for choice in CHOICES[1:]),
+    (CHOICES[-1], "sdpa"),
     (INT8, "eager"),
     (make_choice("window", 24, 4, precision="int8"), "eager"),
 ]

@@ -185,36 +185,17 @@ def test_rows_beyond_the_calibrated_length_are_exact(choice: Choice) -> None:
     torch.testing.assert_close(beyond.double(), exact[:, 100:], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("side", "limit"), [("none", 150), *((side, limit) for side in ("left", "right") for limit in (100, 240, 5))]
+)
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: c.label)
-def test_rows_within_and_beyond_are_each_computed_once(choice: Choice, monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = _qkv()
-    limit, offset = N // 2, 10
-    exact, asked = select.attend, []
-
-    def noting(call: AttentionCall, backend: str | None = None) -> AttentionResult:
-        asked.append((call.query.shape[2], call.structure.q_offset, call.key.shape[2]))
-        return exact(call, backend)
-
-    apart = _run(
-        _bound_layer(choice, limit), query[:, :, offset:limit], key[:, :, :limit], value[:, :, :limit], q_offset=offset
-    )
-    monkeypatch.setattr(select, "attend", noting)
-    found = _run(_bound_layer(choice, limit), query[:, :, offset:], key, value, q_offset=offset)
-    torch.testing.assert_close(found[:, : limit - offset], apart, rtol=0, atol=0)
-    assert asked[-1] == (N - limit, limit, N), "rows beyond are a call of their own"
-    assert all(rows in (N - limit, limit - offset) for rows, _, _ in asked), "no row is computed twice"
-
-
-@pytest.mark.parametrize("limit", [100, 240, 5])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: c.label)
-def test_padded_rows_are_computed_twice_only_between(
+def test_rows_are_computed_twice_only_between_a_sequence_within_and_one_beyond(
     choice: Choice, side: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sequence that begins 60 places later is within for 60 places more; of five rows nobody makes a call."""
     query, key, value = _qkv(2)
     padding = torch.ones(2, N, dtype=torch.bool)
-    padding[1, :60] = False
+    padding[1, : 60 if side != "none" else 0] = False
     late, padding = (60, padding) if side == "left" else (0, padding.flip(1))
     exact, asked = select.attend, []
 
