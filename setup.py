@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import re
 import runpy
+import sys
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -40,11 +43,23 @@ class BuildNative(Command):
         build_native(Path(__file__).parent / PLACE)
 
 
-def compiled(place: Path) -> bool:
-    """Whether the library is newer than all that it is made of; whoever names a compiler gets another one."""
-    library, sources = place / native["NAME"], [place / "build.py", *(place / "src").iterdir()]
-    newest = max(path.stat().st_mtime for path in sources)
-    return "CXX" not in os.environ and library.exists() and library.stat().st_mtime > newest
+def fingerprint(place: Path) -> str:
+    """Hash of the library and of all that it is made of, on this machine."""
+    digest = hashlib.sha256(f"{sys.platform} {platform.machine()}".encode())
+    for path in (place / native["NAME"], place / "build.py", *sorted((place / "src").iterdir())):
+        digest.update(path.name.encode() + path.read_bytes() if path.is_file() else b"absent")
+    return digest.hexdigest()
+
+
+def compile_beside(place: Path, note: Path) -> None:
+    """Compiles where the sources lie, unless the library there is that of the note, and nobody names a compiler."""
+    if "CXX" not in os.environ and note.is_file() and note.read_text(encoding="utf-8") == fingerprint(place):
+        built.append(True)  # for another environment of this checkout
+        return
+    build_native(place)
+    if built[-1]:
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(fingerprint(place), encoding="utf-8")
 
 
 class BuildPy(build_py):
@@ -52,11 +67,11 @@ class BuildPy(build_py):
 
     def run(self) -> None:
         super().run()
-        beside = Path(__file__).parent / PLACE
-        if self.editable_mode and compiled(beside):  # for another environment of this checkout
-            built.append(True)
+        root = Path(__file__).parent
+        if self.editable_mode:
+            compile_beside(root / PLACE, root / "build" / "native.sha256")
         else:
-            build_native(beside if self.editable_mode else Path(self.build_lib) / PLACE)
+            build_native(Path(self.build_lib) / PLACE)
 
 
 class Wheel(bdist_wheel):

@@ -8,6 +8,7 @@ import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -181,22 +182,34 @@ print(adaattn_hf.__file__, adaattn_hf.patches.__file__, adaattn_hf.eval.__file__
         assert found.count(str(python.parents[1])) == 2
 
 
-def test_an_editable_install_compiles_only_what_is_older_than_its_sources(
+def test_an_editable_install_takes_a_library_that_was_compiled_of_these_sources_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second environment of a checkout takes the library of the first one; a compiler that is named makes another."""
+    """For a second environment; not where a copy, an archive or a full disk left another one, whatever its date."""
     monkeypatch.setattr("setuptools.setup", lambda **_: None)
     monkeypatch.delenv("CXX", raising=False)
-    compiled = runpy.run_path(str(ROOT / "setup.py"))["compiled"]
-    library = tmp_path / "libadaattn.so"
-    (tmp_path / "src").mkdir()
-    (tmp_path / "build.py").write_text("")
-    assert not compiled(tmp_path)
-    library.write_bytes(b"")
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    library, source, place = tmp_path / "libadaattn.so", tmp_path / "src" / "kernels.cpp", tmp_path
+    source.parent.mkdir()
+    for path in (source, tmp_path / "build.py"):
+        path.write_text("old")
+
+    def compiled() -> bool:
+        build = Mock(side_effect=lambda _: library.write_bytes(b"new") and {"built": True, "levels": ["portable"]})
+        setup["native"]["build"] = build
+        setup["compile_beside"](place, tmp_path / "build" / "native.sha256")
+        return build.called
+
+    assert [compiled(), compiled()] == [True, False]
+    source.write_text("other")
+    os.utime(source, (1, 1))
+    assert [compiled(), compiled()] == [True, False]
+    library.write_bytes(b"n")
     os.utime(library, (1 << 40, 1 << 40))
-    assert compiled(tmp_path)
+    assert [compiled(), compiled()] == [True, False]
+    library.unlink()
+    assert [compiled(), compiled()] == [True, False]
+    monkeypatch.setattr("platform.machine", lambda: "another")
+    assert [compiled(), compiled()] == [True, False]
     monkeypatch.setenv("CXX", "g++")
-    assert not compiled(tmp_path)
-    monkeypatch.delenv("CXX")
-    os.utime(library, (1, 1))
-    assert not compiled(tmp_path)
+    assert compiled()
