@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import inspect
 import io
 import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -84,7 +84,9 @@ def execute(name: str, command: Command, values: dict[str, Any]) -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"adaattn-hf {importlib.metadata.version('adaattn-hf')}")
+        # of the source that runs, which need not be what was installed
+        source = (Path(__file__).parents[1] / "adaattn_hf" / "__init__.py").read_text(encoding="utf-8")
+        typer.echo(f"adaattn-hf {source.partition('__version__ = ')[2].split()[0].strip(chr(34))}")
         raise typer.Exit
 
 
