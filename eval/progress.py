@@ -72,12 +72,14 @@ class Display:
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Take note that `done` of `total` steps of a stage are done."""
         part = done / total if total else 1.0
-        if stage != self.stage or part < self._part:
+        if again := stage != self.stage or part < self._part:
             self.stage, self._since, self._first, self._part = stage, time.monotonic(), part, 0.0
         finished, self._part = part >= 1.0 > self._part, part
         if self._bars is not None:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bars.add_task(printable(stage), total=total)
+            elif again:  # a bar that was full says that no time is left
+                self._bars.reset(self._tasks[stage])
             self._bars.update(self._tasks[stage], completed=done, total=total)
         elif finished and not self._quiet:
             tell(self._console, self.line())

@@ -275,7 +275,7 @@ def seconds_at(
     """Returns the seconds of a step by length; `step` prepares it for so many tokens. Two short sequences are timed.
 
     What else runs on a CPU stretches both, in parts that change: the work is told by the processor's time, and the
-    clock by how much it stretched all of that.
+    clock by how much it stretched all of that, but for the first run, which may wait for weights.
     """
     on_cpu, runs = device.type == "cpu", list[Elapsed]()
 
@@ -288,7 +288,7 @@ def seconds_at(
     more = min(2 * fewer, lengths[-1])
     short, long = seconds(fewer), seconds(more, 1 if on_cpu else 2)
     if on_cpu:
-        stretched = sum(one.wall for one in runs) / max(sum(one.process for one in runs), 1e-9)
+        stretched = sum(one.wall for one in runs[1:]) / max(sum(one.process for one in runs[1:]), 1e-9)
         short, long = short * stretched, long * stretched
     square = (long / more - short / fewer) / (more - fewer)
     if square > 0.0:  # tokens, and their pairs

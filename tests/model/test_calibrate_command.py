@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress as Bars
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import adaattn_hf
 from adaattn_cli.commands import CALIBRATE
-from adaattn_cli.job import Job, outlook
+from adaattn_cli.job import STAGES, Job, out_of_memory, outlook
 from adaattn_cli.place import Place
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
 from adaattn_hf.calibration import calibrate as calibration
@@ -455,6 +456,12 @@ def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
     assert (calls.call_count, priced.call_count) == measured
 
 
+def test_no_room_is_told_by_the_stage_that_had_none() -> None:
+    job = Job("m", (Path("t.txt"),), None, Path("p"), CalibrationSettings(), None, CALIBRATE(), {})
+    said = {stage: out_of_memory(job, "cpu", stage, "full") for stage in ("", *STAGES, "verify 4096")}
+    assert [stage for stage, words in said.items() if "verifying a plan" in words] == ["plans", "verify 4096"]
+
+
 def test_no_room_for_prices_or_weights_names_what_would_help(
     model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,6 +599,11 @@ def test_bars_show_every_stage() -> None:
     text = console.export_text()
     console.file.close()
     assert all(stage in text for stage in ("moments", "risk", "verify 128"))
+    bars = Bars(console=Console(quiet=True))
+    progress = Display(bars.console, bars, quiet=False)
+    for step in (0, 2, 0, 1):  # the second candidate is under way
+        progress("verify 128", step, 2)
+    assert not bars.finished
 
 
 def test_the_time_left_is_that_of_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,11 +642,15 @@ def test_long_sequences_are_foretold_by_short_ones(
 
         return run
 
-    # other programs take half of the processor and more, every run another part of it
+    # other programs take half of the processor and more, every run another part of it; weights are read once
+    disk = 60.0
     monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.process_time", lambda: clock[0])
-    monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.perf_counter", lambda: 3.0 * clock[0] + len(asked) / 100)
+    monkeypatch.setattr(
+        "adaattn_hf.stats.stopwatch.time.perf_counter",
+        lambda: 3.0 * clock[0] + len(asked) / 100 + disk * bool(asked),
+    )
     found = seconds_at((4096, 16384), torch.device("cpu"), step)
-    stretched = 3.0 + len(asked) / 100 / clock[0]
+    stretched = 3.0 + (len(asked) - 1) / 100 / sum(per_token * n + per_pair * n**2 + once for n in asked[1:])
     for length, seconds in found.items():
         expected = per_token * length + per_pair * length**2 + once
         assert seconds == pytest.approx(stretched * expected, rel=0.01)
