@@ -130,7 +130,8 @@ class Command:
         panels, parameters = {name: panel for panel, names in self.panels.items() for name in names}, []
         for name in dict.fromkeys((*panels, *self.options)):
             kind, default, text, typed, choices, read, least = self.options[name]
-            metavar = "<int>" if least is not None else None  # the table of help has no room for bounds
+            # the table of help has no room for bounds, and a flag takes no value
+            metavar = "<int>" if least is not None else "" if kind is bool else None
             if choices:
                 kind = cast(Any, Enum)(name, [(word, word) for word in choices])
                 text, metavar = f"{text} One of {', '.join(choices)}.", "<word>"

@@ -259,6 +259,13 @@ def test_brackets_that_doctor_found_are_no_markup() -> None:
     assert "torch: a[b]; pip install c[d]" in console.export_text()
 
 
+@pytest.mark.parametrize("words", ["eval", "calibrate", "doctor"])
+def test_help_names_no_type_of_flags(words: str) -> None:
+    """But of `--help`, which is typer's own."""
+    lines = adaattn(words, "--help", width=120).output.splitlines()
+    assert [line for line in lines if "<bool>" in line] == [line for line in lines if "--help  -h" in line]
+
+
 @pytest.mark.parametrize("words", leaves())
 def test_help_cuts_no_name_off(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a terminal of 80 columns; `run` writes an ellipsis of its own."""
