@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -41,10 +43,14 @@ class BuildNative(Command):
 
 
 def compiled(place: Path) -> bool:
-    """Whether the library is newer than all that it is made of; whoever names a compiler gets another one."""
+    """Whether the library is newer than all that it is made of, and loads; who names a compiler gets another one."""
     library, sources = place / native["NAME"], [place / "build.py", *(place / "src").iterdir()]
     newest = max(path.stat().st_mtime for path in sources)
-    return "CXX" not in os.environ and library.exists() and library.stat().st_mtime > newest
+    if "CXX" in os.environ or not library.exists() or library.stat().st_mtime <= newest:
+        return False
+    # of another machine, or damaged, it is made again; in a process of its own, which a library cut short would end
+    loads = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).ada_abi_version()"
+    return subprocess.run([sys.executable, "-c", loads, str(library)], capture_output=True).returncode == 0  # noqa: S603
 
 
 class BuildPy(build_py):
