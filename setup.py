@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
 import re
 import runpy
-import sys
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -43,35 +39,12 @@ class BuildNative(Command):
         build_native(Path(__file__).parent / PLACE)
 
 
-def fingerprint(place: Path) -> str:
-    """Hash of the library and of all that it is made of, on this machine."""
-    digest = hashlib.sha256(f"{sys.platform} {platform.machine()}".encode())
-    for path in (place / native["NAME"], place / "build.py", *sorted((place / "src").iterdir())):
-        digest.update(path.name.encode() + path.read_bytes() if path.is_file() else b"absent")
-    return digest.hexdigest()
-
-
-def compile_beside(place: Path, note: Path) -> None:
-    """Compiles where the sources lie, unless the library there is that of the note, and nobody names a compiler."""
-    if "CXX" not in os.environ and note.is_file() and note.read_text(encoding="utf-8") == fingerprint(place):
-        built.append(True)  # for another environment of this checkout
-        return
-    build_native(place)
-    if built[-1]:
-        note.parent.mkdir(exist_ok=True)
-        note.write_text(fingerprint(place), encoding="utf-8")
-
-
 class BuildPy(build_py):
     """Copies the Python files, then compiles; in an editable install the library lands beside its sources."""
 
     def run(self) -> None:
         super().run()
-        root = Path(__file__).parent
-        if self.editable_mode:
-            compile_beside(root / PLACE, root / "build" / "native.sha256")
-        else:
-            build_native(Path(self.build_lib) / PLACE)
+        build_native(Path(__file__).parent / PLACE if self.editable_mode else Path(self.build_lib) / PLACE)
 
 
 class Wheel(bdist_wheel):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from adaattn_hf.eval.arms import CHUNK, ModelArms, exact_tap, layer_of, refuse_infinite
 from adaattn_hf.eval.windows import TokenWindow
@@ -54,18 +54,19 @@ class _Recorder:
     # of layers that are not reported yet: at the rows, by label so far, and what each choice changes and drops
     gradients: dict[int, list[Tensor]] = field(default_factory=dict)
     changes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    forward: bool = True  # whether the forward pass is still under way
+    label: int = 0  # which way back is under way, from 1 on; 0 on the way forward
 
     def tap(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """Computes exact attention and hears its gradients; on the last way back, measures what choices change."""
         index = layer_of(module, call)
-        if not self.forward and len(self.gradients[index]) + 1 >= self.labels:
+        if self.label == self.labels:
             query, key, value = (one.detach() for one in (call.query, call.key, call.value))
             bare, tensors = replace(call, query=query, key=key, value=value), self.tensors.get(index, LayerTensors())
             outputs, dropped = in_pieces(bare, self.rows, [EXACT, *self.choices], tensors)
             self.changes[index] = outputs[1:] - outputs[:1], dropped[1:]
+            self.tell(index)
         out = exact_tap(module, call)
-        if self.forward:
+        if not self.label:
             if index in self.gradients:
                 raise ValueError(
                     f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
@@ -76,13 +77,16 @@ class _Recorder:
         return out
 
     def note(self, index: int, gradient: Tensor) -> None:
-        """Takes the gradient of a layer's output for the next label; after the last one the layer is reported."""
-        gradients = self.gradients[index]
-        gradients.append(gradient[0, self.rows.to(gradient.device)].transpose(0, 1).float())
-        if len(gradients) == self.labels:
+        """Takes the gradient of a layer's output for the next label."""
+        self.gradients[index].append(gradient[0, self.rows.to(gradient.device)].transpose(0, 1).float())
+        self.tell(index)
+
+    def tell(self, index: int) -> None:
+        """Reports a layer as soon as all is known; one that ends with its attention hears gradients before it runs."""
+        if len(self.gradients[index]) == self.labels and index in self.changes:
             changes, dropped = self.changes.pop(index)
-            self.report(index, torch.stack([(changes * one).sum(-1) for one in gradients]), dropped)
-            del self.gradients[index]
+            products = [(changes * one).sum(-1) for one in self.gradients.pop(index)]
+            self.report(index, torch.stack(products), dropped)
 
 
 @contextmanager
@@ -104,14 +108,18 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers that are called meanwhile keep their inputs alone; each way back computes them again, one at a time."""
+    """Layers that are called meanwhile keep their inputs alone; each way back computes them again, one at a time.
+
+    To their ends, where hooks of accelerate's let go of the weights that they brought.
+    """
     forwards = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.forward = partial(  # type: ignore[method-assign]
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
         )
     try:
-        yield
+        with set_checkpoint_early_stop(False):
+            yield
     finally:
         for layer, forward in zip(layers, forwards, strict=True):
             if forward is None:
@@ -168,9 +176,12 @@ def measure(
     with differentiable(arms.model), tapping(recorder.tap):
         with recomputed(arms.layers):
             hidden = arms.hidden(window)
-        recorder.forward = False
-        for label, gradient in enumerate(label_gradients(arms, hidden, generator, labels), 1):
-            torch.autograd.backward(hidden, gradient, retain_graph=label < labels)
+        gradients = label_gradients(arms, hidden, generator, labels)
+        # a GPU's way back runs in a thread of its own, which would not hear the layers that are computed again
+        with torch.autograd.set_multithreading_enabled(False):
+            for label, gradient in enumerate(gradients, 1):
+                recorder.label = label
+                torch.autograd.backward(hidden, gradient, retain_graph=label < labels)
     if recorder.gradients:
         raise ValueError(
             f"model: no prediction depends on the attention of layers {sorted(recorder.gradients)}, expected that of "

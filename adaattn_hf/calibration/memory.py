@@ -30,7 +30,7 @@ class Need:
 
     length: int
     weights: int
-    inputs: int  # what every layer is computed again from
+    inputs: int  # what every layer is computed again from, and the gradients of its sampled rows
     layer: int  # activations of one layer and their gradients
     rows: int  # attention of the sampled rows, measured before there are gradients
     logits: int  # a slice of the predictions of two models, compared while nothing else is held
@@ -68,13 +68,15 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
         hidden = arms.hidden(window)
         embedded = arms.model.get_input_embeddings()(arms.tokens(window))  # type: ignore[operator]
     kept, longer = sum(storages.values()) - weights, length / len(window.input_ids)
-    heads, count = layers.calls[None][length].query.shape[1], len(arms.layers)
+    call, count = layers.calls[None][length], len(arms.layers)
+    sampled = call.query.shape[1] * min(settings.rows, length) * 4  # bytes of an fp32 number for each row of each head
+    gradients = settings.labels * sampled * call.value.shape[3]
     return Need(
         length,
         weights,
-        inputs=int(longer * embedded.nbytes) * (count + settings.labels),
+        inputs=int(longer * embedded.nbytes) * (count + settings.labels) + gradients * len(arms.attentions),
         layer=int(2 * longer * kept / count),
-        rows=SCORES * heads * min(settings.rows, length) * length * 4,
+        rows=SCORES * sampled * length,
         logits=PER_LOGIT * min(CHUNK, length) * arms.logits(hidden[:, :1].detach()).shape[-1],
     )
 

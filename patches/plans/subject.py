@@ -18,7 +18,7 @@ from .layers import attention_modules, number_layers
 from .parts import module_dtype
 
 
-def refuse_uncalibrated_attention(model: nn.Module) -> None:
+def refuse_other_attention(model: nn.Module) -> None:
     """Refuses a model that does not run our attention (ValueError), and numbers layers that it does not number."""
     config: Any = model.config
     if config._attn_implementation != "adaattn":

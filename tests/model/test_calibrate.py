@@ -4,6 +4,7 @@ import copy
 import errno
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaForCausalLM, PreTrainedConfig
+from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from adaattn_cli.place import nats
 from adaattn_hf.attention.listeners import tapping
@@ -385,7 +386,7 @@ def test_labels_are_drawn_as_often_as_they_are_likely() -> None:
     assert (seen[chances == 0] == 0).all()
 
 
-def _measured(model: LlamaForCausalLM, tokens: Tensor, rows: int, labels: int) -> dict[int, Any]:
+def _measured(model: PreTrainedModel, tokens: Tensor, rows: int, labels: int) -> dict[int, Any]:
     found: dict[int, Any] = {}
     generator = torch.Generator().manual_seed(3)
     fisher.measure(
@@ -460,6 +461,42 @@ def test_a_layer_is_computed_again_for_each_label_and_measured_once(
     _measured(model, torch.arange(40)[None] % 128, 40, labels)
     assert [at for at, grad in calls if grad] == [0, 1, *[1, 0] * labels]
     assert measured.call_count == 2
+
+
+def test_ways_back_run_in_the_thread_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a GPU run in threads of torch's, which have no listeners, unless that is switched off."""
+    model, tokens, backward = lettered_llama(), torch.arange(40)[None] % 128, torch.autograd.backward
+    wanted = _measured(model, tokens, 40, 2)
+
+    def by_device(*args: Any, **kwargs: Any) -> None:
+        if not torch._C._is_multithreading_enabled():
+            return backward(*args, **kwargs)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(backward, *args, **kwargs).result()
+
+    monkeypatch.setattr(torch.autograd, "backward", by_device)
+    torch.testing.assert_close(_measured(model, tokens, 40, 2), wanted)
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_weights_that_are_brought_for_a_layer_are_let_go_on_the_way_back() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, tokens = lettered_llama(), torch.arange(40)[None] % 128
+    wanted = _measured(model, tokens, 40, 2)
+    for layer in model.model.layers:
+        accelerate.cpu_offload(layer, execution_device=torch.device("cpu"))
+    torch.testing.assert_close(_measured(model, tokens, 40, 2), wanted)
+    assert all(weight.is_meta for weight in model.model.layers.parameters())
+
+
+def test_attention_that_stands_for_itself_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BERT's ends with its output, so that its gradients come before it is computed again."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = BertConfig(vocab_size=128, attn_implementation="adaattn", **sizes)
+    model, tokens = BertForMaskedLM(config).eval(), torch.arange(40)[None] % 128
+    wanted = _measured(model, tokens, 40, 2)
+    monkeypatch.setattr("adaattn_hf.eval.arms.layers_of", lambda _, attentions: attentions)
+    torch.testing.assert_close(_measured(model, tokens, 40, 2), wanted)
 
 
 def test_layers_that_pass_on_or_change_what_they_are_given_keep_their_gradients() -> None:

@@ -151,6 +151,7 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -
     kind, (features, changes) = make(STRUCTURES["causal"]).checked_kind()._replace(device=CUDA), REFUSALS[reason]
     backend = Flash4Backend()
     assert backend.refusals(kind) == ()
+    assert backend.refusals(kind._replace(features=WINDOW_SINKS)) == (), "sinks of a window that hides nothing"
     assert any(reason in r for r in backend.refusals(kind._replace(features=kind.features | features, **changes)))
 
 

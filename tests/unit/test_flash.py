@@ -174,7 +174,7 @@ REFUSALS: dict[str, CallKind] = {
     "CUDA": kind(device=torch.device("cpu")), "float16 or bfloat16": kind(dtype=torch.float32),
     "up to 256": kind(head_dim=264, head_dim_v=264), "multiples of 8": kind(head_dim=12, head_dim_v=12),
     "equal head sizes": kind(head_dim_v=16), "additive bias": kind(BIAS), "learned sinks": kind(SINKS),
-    "sink tokens": kind(WINDOW_SINKS, shape="window"), "dense mask": kind(shape="irregular"),
+    "sink tokens": kind(WINDOW | WINDOW_SINKS, shape="window"), "dense mask": kind(shape="irregular"),
     "traced": kind(COMPILING, shape="ragged"), "log-sum-exp": kind(LSE, shape="ragged"),
 }  # fmt: skip
 

@@ -89,7 +89,7 @@ class FlashBackend(Backend):
         ):
             if needed and _made_without(self.flags_module, feature):
                 reasons.append(f"{self.product} was built without {name}")
-        if kind.features & WINDOW_SINKS and kind.shape != "full":
+        if kind.features & WINDOW and kind.features & WINDOW_SINKS:
             reasons.append("flash-attn has no sink tokens beside a window")
         return (*reasons, *(_packed_refusals(kind) if kind.shape == "ragged" else ()))
 
