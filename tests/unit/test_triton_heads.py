@@ -143,6 +143,6 @@ def test_steps_over_padding_with_holes() -> None:
 def test_what_a_call_asks_for_is_in_its_kind() -> None:
     kind = make(STRUCTURES["causal"], 4, 2, 16, 16, per_head=rules((0, 8))).checked_kind()
     assert kind.features & (HEAD_WINDOWS | HEAD_BF16 | HEAD_INT8) == HEAD_WINDOWS
-    assert "with a window per head" in kind.words()
+    assert "with windows per head" in kind.words()
     chunks = make(STRUCTURES["chunks"], 4, 2, 16, 16, per_head=rules((0, 8), (0, 4)))
     assert chunks.checked_kind().shape == "irregular"  # sinks count from a sequence's first key, not from a chunk's
