@@ -501,3 +501,15 @@ def test_the_same_seed_draws_the_same() -> None:
                     continue
             pairs.append(drawn)
         assert all(a.split(" object at")[0] == b.split(" object at")[0] for a, b in itertools.zip_longest(*pairs))
+
+
+@pytest.mark.parametrize("way", ["called", "compiled"])
+def test_documents_of_which_shared_keys_leave_the_last_queries_under_the_hubs_kernel(way: str) -> None:
+    """Called, they were refused; in a graph they were counted from the row's last tokens."""
+    borders = torch.tensor([0, 5, 11], dtype=torch.int32)
+    ids = torch.randint(3, 60, (1, 11), generator=torch.Generator().manual_seed(0))
+    words = {"positions": "packed", "mask": "none", "cache": "off", "pieces": (11,), "rows": 1, "keep": 3}
+    given = Inputs(ids, None, None, borders, (11,), "off", words, keep=3)
+    case = Whole("gemma4_text", "hub_adaattn", given, torch.float32, torch.float32, False)
+    verdict = oracle.judge(case) if way == "called" else graphs.judge(graphs.Graphed(way, case, given))
+    assert verdict == "served"

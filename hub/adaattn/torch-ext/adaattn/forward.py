@@ -91,12 +91,12 @@ def flash_attn_forward(
     kv_len = key.shape[2]
     if attention_mask is not None:
         check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
+    cut, positions = 0, kwargs.get("position_ids")
+    if positions is not None and getattr(module, "is_kv_shared_layer", False):
+        cut = positions.shape[-1] - q_len  # Gemma 4 hands over the last queries alone, and the positions of all
     if attention_mask is None:
         # without a mask stock attention aligns causality to the first key, and a single query stands at the last one
-        count, positions = q_len, kwargs.get("position_ids")
-        if positions is not None and getattr(module, "is_kv_shared_layer", False):
-            count = positions.shape[-1]  # Gemma 4 hands over the last queries alone, and the positions of all
-        structure = MaskStructure(batch, q_len, kv_len, causal, kv_len - 1 if count == 1 else count - q_len)
+        structure = MaskStructure(batch, q_len, kv_len, causal, kv_len - 1 if cut + q_len == 1 else cut)
     elif attention_mask.dtype.is_floating_point:
         structure = MaskStructure(batch, q_len, kv_len)
         bias = attention_mask if bias is None else with_bias(attention_mask, bias, query, kv_len)
@@ -108,7 +108,7 @@ def flash_attn_forward(
         cu_k = kwargs.get("cu_seq_lens_k")
         if attention_mask is not None and (structure.mask is not None or attention_mask.is_floating_point()):
             check_square(structure)
-        structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k)
+        structure = with_documents(structure, cu_q, cu_q if cu_k is None else cu_k, cut)
     structure = with_selected_keys(module, structure, heads, kwargs)
     scaling = (head_dim or 1) ** -0.5 if scaling is None else scaling
     call = AttentionCall(
