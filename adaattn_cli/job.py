@@ -114,7 +114,7 @@ def out_of_memory(job: Job, device: object, stage: str, error: str) -> str:
         "": f"loading the weights of {job.model}",
         "estimate": f"{STAGES['estimate']} by sequences shorter than {longest} tokens",
         "moments": f"reading the first sequence of {longest} tokens",
-        "risk": f"measuring risks on sequences of {longest} tokens",
+        "risk": f"{STAGES['risk']} on sequences of {longest} tokens",
         "prices": f"timing attention of {batch} times {longest} tokens",
         "joint": f"measuring whole plans on {job.settings.joint} sequences of {longest} tokens",
         "speed": f"{STAGES['speed']} on {longest} tokens",

@@ -57,13 +57,10 @@ def beating(sentence: Callable[[float], str], console: Console, *, quiet: bool =
 
 
 class Display:
-    """Told of progress, it moves bars on a terminal; elsewhere it writes a line where a stage ends.
-
-    `stage` is the one that was told of last, empty before the first.
-    """
+    """Told of progress, it moves bars on a terminal; elsewhere it writes a line where a stage ends."""
 
     def __init__(self, console: Console, bars: Bars | None, quiet: bool) -> None:
-        self.stage = ""
+        self._stage = ""  # the one that was told of last
         self._console, self._bars, self._quiet = console, bars, quiet
         self._tasks: dict[str, TaskID] = {}
         self._start = self._since = time.monotonic()
@@ -72,8 +69,8 @@ class Display:
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Take note that `done` of `total` steps of a stage are done."""
         part = done / total if total else 1.0
-        if again := stage != self.stage or part < self._part:
-            self.stage, self._since, self._first, self._part = stage, time.monotonic(), part, 0.0
+        if again := stage != self._stage or part < self._part:
+            self._stage, self._since, self._first, self._part = stage, time.monotonic(), part, 0.0
         finished, self._part = part >= 1.0 > self._part, part
         if self._bars is not None:
             if stage not in self._tasks:
@@ -89,7 +86,7 @@ class Display:
         now, part, read = time.monotonic(), self._part, self._part - self._first
         how_far = "done" if part >= 1.0 else f"{100 * part:.0f} %"
         left = f", {duration((now - self._since) * (1.0 - part) / read)} left" if read >= TELLING and part < 1.0 else ""
-        return f"{self.stage or 'beginning'}: {how_far} after {now - self._start:.0f} s{left}"
+        return f"{self._stage or 'beginning'}: {how_far} after {now - self._start:.0f} s{left}"
 
 
 @contextmanager

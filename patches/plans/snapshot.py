@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -20,14 +21,12 @@ _version, _pointer = attrgetter("_version"), torch.Tensor.data_ptr
 _get: Any = dict.get
 _values: Any = dict.values
 _unwrapped: list[int] = []
-"""One entry as soon as there is a model to watch, and one for each adapter that left one: it may have merged."""
+"""One entry for each time that an adapter left a model: it may have merged, past all counters."""
 
 
+@cache
 def listen() -> None:
     """Hears of children that are registered in the place of others, once there is a model to watch."""
-    if _unwrapped:
-        return
-    _unwrapped.append(1)
 
     # An adapter that is put on and merged between two passes writes to `.data`, which no counter of torch sees, and
     # leaves the very modules and tensors that were there before: that it went is all that can be noticed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,18 +161,18 @@ class Flash4Backend(FlashBackend):
 
     def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
         """One dense call, or one over packed segments."""
-        return _attend_by_4
+        return partial(_attend_by_4, importlib.import_module(self.module))
 
 
-def _attend_by_4(call: AttentionCall) -> AttentionResult:
+def _attend_by_4(kernels: Any, call: AttentionCall) -> AttentionResult:
     # its kernels are launched on the current device; see `triton.launch.Launcher`
     device = call.query.get_device()
     # `torch.cuda.current_device()` would first ask whether CUDA is set up, which a tensor there has answered
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            return _attend_by_4(call)
+            return _attend_by_4(kernels, call)
     arguments = _arguments(call, None) | {"learnable_sink": call.sink_logits, "return_lse": call.need_lse}
-    return attend_runs(call, importlib.import_module("flash_attn.cute"), arguments)
+    return attend_runs(call, kernels, arguments)
 
 
 # ---------------- dense calls and packed runs, of every version
