@@ -26,7 +26,7 @@ ASSETS = ROOT / "docs" / "assets"
 README, FIGURES, COMPARISON = ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "comparison.md"
 MARKS = "<!-- {name}: begin -->", "<!-- {name}: end -->"
 REPORTS = ("bench", "gpu", "real_models")
-SEARCH = "534668a"
+SEARCH = "1f23ec14a"
 """The commit of the search of plans whose rates the README has; those of all are in docs/figures.md."""
 
 Reports = Mapping[str, Any]
