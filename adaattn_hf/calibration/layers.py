@@ -125,7 +125,7 @@ def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionCall]
         return moments.tap(module, call)
 
     with torch.no_grad(), tapping(tap):
-        inputs.arms.hidden(inputs.windows(inputs.samples[length].risk[0])[0])
+        inputs.arms.hidden(inputs.windows(inputs.samples[length]["risk"][0])[0])
     if not nearest:
         raise ValueError("the model made no attention call through adaattn; it may not use the attention interface")
     by_distance = sorted(nearest.items(), key=lambda item: (item[0] is not None, item[1][0]))
@@ -142,6 +142,7 @@ class Measurement:
     table: PriceTable
     prices: Array
     launches: Launches
+    rounding: float = 0.0  # mean KL of two exact implementations, nats/token
 
     def risks(self, alpha: Array | float = 1.0) -> Array:
         """Returns the risks `[lengths, units, choices]` in nats/token, re-scaled by factors `alpha` `[lengths]`."""

@@ -31,7 +31,7 @@ from ..policy.knapsack import Array
 from ..policy.prices import PriceTable
 from ..stats.rows import stratified_rows
 from . import fisher, pricing
-from .inputs import FORETOLD, Inputs, Pace, Run, seconds_at
+from .inputs import FORETOLD, Inputs, Pace, Run, cut, seconds_at
 from .layers import Layers, Measurement, launch_label, observe_layers, unit_prices
 from .memory import forecast, room_for
 from .state import MOMENTS_FILE, CalibrationState, KeptMoments, forget
@@ -43,13 +43,13 @@ def pace_of(inputs: Inputs) -> Pace:
     sample = inputs.samples[lengths[-1]]
 
     def brief(tokens: int) -> Inputs:
-        cut = replace(sample.risk[0], tokens=sample.risk[0].tokens[: inputs.scoring.content(tokens)])
+        short = cut({"risk": sample["risk"][:1]}, inputs.scoring.content(tokens))
         # as large a part of the rows as of the tokens: their work then grows by pairs, as that of attention does
         fewer = replace(inputs.settings, rows=max(inputs.settings.rows * tokens // lengths[-1], 1))
-        return replace(inputs, settings=fewer, samples={tokens: replace(sample, risk=(cut,))}, run=Run())
+        return replace(inputs, settings=fewer, samples={tokens: short}, run=Run())
 
     def pair(tokens: int) -> Callable[[], object]:
-        windows = inputs.windows(brief(tokens).samples[tokens].risk[0])
+        windows = inputs.windows(brief(tokens).samples[tokens]["risk"][0])
         return lambda: [compare(arms, one, exact_tap) for one in windows]
 
     def risk(tokens: int) -> Callable[[], object]:
@@ -85,7 +85,7 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
 
 def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
     run, settings, kept = inputs.run, inputs.settings, None
-    tokens = [[one.tokens for one in inputs.samples[length].risk] for length in settings.lengths]
+    tokens = [[one.tokens for one in inputs.samples[length]["risk"]] for length in settings.lengths]
     identity = {
         **settings.measured(),
         "adaattn": importlib.metadata.version("adaattn-hf"),
@@ -142,7 +142,7 @@ def measure_risks(inputs: Inputs, layers: Layers, identity: Mapping[str, Any]) -
 
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[int, Array, Array, Array]:
     """Rows, sums of risks, dropped mass and risks for retrieval; the first sequence alone is asked for needles."""
-    s, sequence = inputs.settings, inputs.samples[length].risk[number]
+    s, sequence = inputs.settings, inputs.samples[length]["risk"][number]
     # rows and labels depend only on the settings' seed and the sequence, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
     windows, rows = inputs.windows(sequence), 0

@@ -100,7 +100,7 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
 
     for number, (length, sample) in enumerate(inputs.samples.items()):
         inputs.run.progress("speed", number, len(inputs.samples))
-        tokens = inputs.arms.tokens(inputs.windows(sample.joint[0])[0])
+        tokens = inputs.arms.tokens(inputs.windows(sample["joint"][0])[0])
         yield faster(length, tokens.repeat(s.prompts, 1))
         if not inputs.scoring.generates or s.captured or keyword is None:
             continue
@@ -120,7 +120,7 @@ def stock_distance(inputs: Inputs) -> tuple[float, float]:
     A layer that one of them cannot compute (a softcap, say) uses the backend that is chosen for it.
     """
     arms = inputs.arms
-    tokens = inputs.windows(inputs.samples[min(inputs.samples)].joint[0])[0].input_ids[:TOKENS]
+    tokens = inputs.windows(inputs.samples[min(inputs.samples)]["joint"][0])[0].input_ids[:TOKENS]
     window = TokenWindow("", tokens, None, tokens)  # every position counts, whatever token it is to predict
 
     def by(backend: str) -> Tap:

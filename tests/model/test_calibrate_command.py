@@ -22,7 +22,7 @@ from typer.testing import Result
 import adaattn_hf
 from adaattn_cli.commands import CALIBRATE
 from adaattn_cli.job import STAGES, Job, out_of_memory, outlook
-from adaattn_cli.place import Place
+from adaattn_cli.place import directory
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, inputs, layers, pricing, search
@@ -361,7 +361,7 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
     says = f"a plan of model; {demo_model_path('gpt2').name} is another model (model type llama there, gpt2 here)"
     refused = run(demo_model_path("gpt2"), "--budget", "1%", place="", code=2, says=says)
     assert "will be written" not in refused.output
-    assert Place().directory(None) == Path("adaattn-plan-demo"), "that of the packaged model is out of the way"
+    assert directory(CALIBRATE()) == Path("adaattn-plan-demo"), "that of the packaged model is out of the way"
 
 
 def test_a_model_is_written_to_only_where_that_was_said(model: Path, run: Run, material: tuple[str, str]) -> None:
