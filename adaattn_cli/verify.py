@@ -111,9 +111,9 @@ def _verdicts(
     programs = {index: one for index, one in bound_layers.items() if one is not None}
     # drawn as in a calibration; of the plan's own text, sequences that chose the plan are left out
     content, searched, data = scoring.content(plan.max_length), settings.sequences + settings.joint, options.data
-    sample = draw(data, loaded.encode, content, {"held_out": 2}, settings.seed, searched + settings.held_out - 2)
-    drawn = sample.parts["held_out"]
-    text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
+    parts, read = draw(data, loaded.encode, content, {"held_out": 2}, settings.seed, searched + settings.held_out - 2)
+    drawn = parts["held_out"]
+    text = "".join(f"{one}:{read}:" for one in plan.lengths)
     apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint
     # of other text, sources give equally many and each must pass
     pool = each_source(drawn[: settings.held_out], data, content, "data") if apart else drawn[searched:]

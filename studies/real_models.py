@@ -95,7 +95,7 @@ class Study:
 
     def drawn(self, length: int, count: int, seed: int) -> list[TokenSequence]:
         """Sequences of the third kind."""
-        return draw(self.sources["third"], self.encode, length, {"third": count}, seed).parts["third"]
+        return draw(self.sources["third"], self.encode, length, {"third": count}, seed)[0]["third"]
 
 
 def opened(

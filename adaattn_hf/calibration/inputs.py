@@ -45,6 +45,10 @@ LEAST_HELD_OUT = 6
 STATES = 1 << 30
 """Most bytes of what exact attention made of text, kept for the next plan that is compared with it."""
 
+Pace = Mapping[str, Mapping[int, float]]
+"""By step and length the seconds for one sequence: `pair`, exact attention and a plan compared; `risk`, the passes that
+measure risks; `prices`, of all choices, for all sequences together."""
+
 
 class OutOfTime(Exception):
     """The minutes that were allowed are over."""
@@ -212,12 +216,11 @@ def open_inputs(
     refuse_longer(settings.lengths, longest_input(model), type(model).__name__)
     arms = ModelArms(model)
     texts.refuse_repeats(data, verify_data)
-    sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
-    parts = sample.parts
+    parts, text = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
     windows.refuse_copies((*parts["risk"], *parts["joint"]), parts["held_out"])
     # the same stretches at every length: text that one length is verified on was not used for another
     samples = {length: cut(parts, scoring.content(length)) for length in settings.lengths}
-    return Inputs(arms, settings, scoring, samples, sample.fingerprint, run or Run(), verify_data is not None)
+    return Inputs(arms, settings, scoring, samples, text, run or Run(), verify_data is not None)
 
 
 def cut(parts: Mapping[str, Sequence[TokenSequence]], most: int) -> dict[str, list[TokenSequence]]:
@@ -241,22 +244,22 @@ def _draw(
     encode: Encode,
     length: int,
     s: CalibrationSettings,
-) -> windows.Sample:
+) -> tuple[dict[str, list[TokenSequence]], str]:
     """Samples the text of the longest length; `length` counts tokens of text, without special tokens."""
     least = max(min(s.held_out, LEAST_HELD_OUT), 2 * len(verify_data or ()))
     searched, judged, spare = {"risk": s.sequences, "joint": s.joint}, {"held_out": least}, max(s.held_out - least, 0)
     if verify_data is None:
-        sample = windows.draw(data, encode, length, {**searched, **judged}, s.seed, spare)
-        return windows.Sample(sample.parts, f"{sample.fingerprint}:")
+        parts, text = windows.draw(data, encode, length, {**searched, **judged}, s.seed, spare)
+        return parts, f"{text}:"
     if s.held_out < 2 * len(verify_data):
         raise ValueError(
             f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
             f"{2 * len(verify_data)}: two of every source; raise it (--held-out)"
         )
-    first = windows.draw(data, encode, length, searched, s.seed)
-    second = windows.draw(verify_data, encode, length, judged, s.seed, spare)
-    parts = {**first.parts, "held_out": each_source(second.parts["held_out"], verify_data, length, "verify_data")}
-    return windows.Sample(parts, f"{first.fingerprint}:{second.fingerprint}")
+    parts, text = windows.draw(data, encode, length, searched, s.seed)
+    verifying, other = windows.draw(verify_data, encode, length, judged, s.seed, spare)
+    held_out = each_source(verifying["held_out"], verify_data, length, "verify_data")
+    return {**parts, "held_out": held_out}, f"{text}:{other}"
 
 
 def each_source(
@@ -275,26 +278,19 @@ def each_source(
     return list(held_out[: counts[fewest] * len(counts)])
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Seconds of the steps for one sequence of each length."""
-
-    pair: Mapping[int, float]  # one with exact attention and one with a plan, compared
-    risk: Mapping[int, float]  # the passes that measure risks
-    prices: Mapping[int, float]  # of all choices, for all sequences together
-
-    def stages(self, s: CalibrationSettings, size: int) -> dict[str, float]:
-        """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
-        pairs, searched = sum(self.pair.values()), SEARCHED * (s.joint + min(s.haystacks, s.joint)) / 2
-        # exact attention reads the text once, and each candidate once
-        judged = s.held_out * (1 + CANDIDATES) / 2 + s.haystacks * CANDIDATES
-        passes = ((s.rounds + 1) * s.prompts + 1) * bool(s.rounds)  # whole ones that are timed
-        return {
-            "moments": sum(self.pair.values()) / 2,  # the passes that find the layers
-            "risk": sum(self.risk.values()) * (s.sequences + 1) / size,  # the first one is asked for needles, too
-            "prices": sum(self.prices.values()),
-            "plans": ((searched + judged) / size + passes) * pairs,
-        }
+def stages(pace: Pace, s: CalibrationSettings, size: int) -> dict[str, float]:
+    """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
+    pairs, risks, prices = (sum(pace[step].values()) for step in ("pair", "risk", "prices"))
+    # exact attention reads the text once, and each candidate once
+    searched = SEARCHED * (s.joint + min(s.haystacks, s.joint)) / 2
+    judged = s.held_out * (1 + CANDIDATES) / 2 + s.haystacks * CANDIDATES
+    passes = ((s.rounds + 1) * s.prompts + 1) * bool(s.rounds)  # whole ones that are timed
+    return {
+        "moments": pairs / 2,  # the passes that find the layers
+        "risk": risks * (s.sequences + 1) / size,  # the first one is asked for needles, too
+        "prices": prices,
+        "plans": ((searched + judged) / size + passes) * pairs,
+    }
 
 
 def seconds_at(

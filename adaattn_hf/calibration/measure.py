@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -31,10 +30,10 @@ from ..policy.knapsack import Array
 from ..policy.prices import PriceTable
 from ..stats.rows import stratified_rows
 from . import fisher, pricing
-from .inputs import FORETOLD, Inputs, Pace, Run, cut, seconds_at
+from .inputs import FORETOLD, Inputs, Pace, Run, cut, seconds_at, stages
 from .layers import Layers, Measurement, launch_label, observe_layers, unit_prices
 from .memory import forecast, room_for
-from .state import MOMENTS_FILE, CalibrationState, KeptMoments, forget
+from .state import CalibrationState, forget
 
 
 def pace_of(inputs: Inputs) -> Pace:
@@ -62,7 +61,7 @@ def pace_of(inputs: Inputs) -> Pace:
 
     pairs, risks, priced = (seconds_at(lengths, arms.device, step) for step in (pair, risk, prices))
     passes = 1 + inputs.scoring.generates  # one for the needles
-    return Pace(pairs, {length: seconds / passes for length, seconds in risks.items()}, priced)
+    return {"pair": pairs, "risk": {length: seconds / passes for length, seconds in risks.items()}, "prices": priced}
 
 
 def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
@@ -73,8 +72,8 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
         pace = pace_of(inputs)
         inputs = replace(inputs, pace=pace)
         run.progress("estimate", 1, 1)
-        stages = pace.stages(settings, inputs.team.size)
-        run.expect(stages if run.known is None else {**stages, "risk": 0.0})
+        seconds = stages(pace, settings, inputs.team.size)
+        run.expect(seconds if run.known is None else {**seconds, "risk": 0.0})
     try:
         return _measurement(inputs, prices)
     except ValueError:  # a refusal leaves nothing behind that other arguments would have to go on with
@@ -84,7 +83,7 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
 
 
 def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
-    run, settings, kept = inputs.run, inputs.settings, None
+    run, settings = inputs.run, inputs.settings
     tokens = [[one.tokens for one in inputs.samples[length]["risk"]] for length in settings.lengths]
     identity = {
         **settings.measured(),
@@ -94,9 +93,7 @@ def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
         "tokens": hashlib.sha256(repr(tokens).encode()).hexdigest(),
         "scoring": inputs.scoring.words(),
     }
-    if run.directory is not None:
-        kept = KeptMoments(run.directory / MOMENTS_FILE, json.dumps(identity, sort_keys=True), run.resume)
-    layers = observe_layers(inputs, kept)
+    layers = observe_layers(inputs)
     identity["dtype"] = layers.exact.dtype
     if run.known is not None:
         offered, usable = layers.candidates.choices, run.known.choices(layers.candidates, identity)

@@ -9,7 +9,7 @@ every layer and step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from adaattn_hf.eval.arms import stored_tap
 from adaattn_hf.eval.needles import compared
 
 from ..attention.stored import CHANNELS, FORMATS
-from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
+from ..policy.knapsack import Allocation, Array
 from .layers import Measurement, Picks, bound_layers, steps_stay_exact
 
 PROTOCOL = "cache"
@@ -33,12 +33,8 @@ VISIBLE = 0.1
 
 def solve(measurement: Measurement, limit: Array, needles: Mapping[int, float] | None = None) -> Allocation:
     """Returns the cheapest allocation within a limit on risks per length; `needles` limits those for retrieval."""
-    limited = needles or {}
-    risks = np.stack([*measurement.risks(), *(measurement.state.needles[length] for length in limited)])
-    limits = np.append(limit, list(limited.values()))
-    gap, launches = (CACHE_GAP, None) if measurement.inputs.settings.with_cache else (GAP, measurement.launches)
-    allocation = allocate(measurement.costs, risks, limits, launches, gap)
-    return replace(allocation, risk=allocation.risk[: len(limit)])
+    more = [(measurement.state.needles[length], most) for length, most in (needles or {}).items()]
+    return measurement.solver().solve(limit, measurement.inputs.settings.with_cache, more)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates, unproven
 from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.policy.knapsack import of_cache
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 
@@ -138,9 +139,10 @@ def test_the_search_makes_tokens_few_by_windows_alone(text: list[Path]) -> None:
     measurement = measure(open_inputs(lettered_llama(), encode, text, settings), prices=flat("w32+16", "w96+16"))
     choices = measurement.layers.candidates.choices
     assert [choice.label for choice in choices] == ["exact", "w32+16", "w96+16"]
-    assert measurement.costs.tolist() == [[192.0, 48.0, 112.0]] * 4
+    assert of_cache(measurement.kept_tokens).tolist() == [[192.0, 48.0, 112.0]] * 4
     own = replace(measurement.layers, windows={0: 100, 1: None})
-    sliding = replace(measurement, layers=own).costs  # such a layer keeps its own window, whatever a plan says
+    # such a layer keeps its own window, whatever a plan says
+    sliding = of_cache(replace(measurement, layers=own).kept_tokens)
     assert sliding.tolist() == [[99.0, math.inf, math.inf]] * 2 + [[192.0, 48.0, 112.0]] * 2
     no_time = choose_and_verify(measurement)  # by the prices there is nothing to gain
     assert no_time.met

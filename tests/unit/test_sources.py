@@ -52,9 +52,9 @@ def test_held_out_sequences_take_turns_as_long_as_every_source_has_one(tmp_path:
         (tmp_path / f"{name}.jsonl").write_text(record * pages, encoding="utf-8")
     paths = [tmp_path / "long.jsonl", tmp_path / "short.jsonl"]
     settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=8)
-    sample = _draw(paths[:1], paths, lambda text: [1] * len(text), 64, settings)
+    parts, _ = _draw(paths[:1], paths, lambda text: [1] * len(text), 64, settings)
     long, short = map(str, paths)
-    assert [one.source for one in sample.parts["held_out"]] == [long, short] * 3
+    assert [one.source for one in parts["held_out"]] == [long, short] * 3
     few = [TokenSequence("d", (1,), long)] * 4 + [TokenSequence("d", (1,), short)]
     with pytest.raises(ValueError, match=r"short\.jsonl holds 1 sequences of 64 tokens, expected at least 2"):
         each_source(few, paths, 64, "verify_data")
@@ -66,7 +66,7 @@ def test_two_sources_of_one_name_are_two(tmp_path: Path) -> None:
     for path in paths:
         path.parent.mkdir()
         path.write_text(path.parent.name * 100, encoding="utf-8")
-    held = draw(paths, encode, 32, {"held_out": 4}, 0).parts["held_out"]
+    held = draw(paths, encode, 32, {"held_out": 4}, 0)[0]["held_out"]
     assert [one.source for one in each_source(held, paths, 32, "verify_data")] == [*map(str, paths)] * 2
     apart = [replace(one, document=name) for one, name in zip(held, "abcd", strict=True)]
     evidence = Evidence(apart, [0.0, 2.0, 0.0, 2.0], [1000] * 4, np.zeros(1), 0, apart=True)
