@@ -29,16 +29,15 @@ from .ending import ending, room_or_sentence, use_threads, writable
 from .fit import fit_to_text, opened
 from .job import STAGES, Job, job_of, out_of_memory, outlook, scoring_of
 from .options import Done, Options
-from .place import Place, folders, refuse_other_plan
+from .place import directories, directory, refuse_other_plan
 from .storing import BUDGET_NOT_MET, Show, proven_in, store, stored
 
 
 def run(options: Options) -> Done:
     """Calibrates, and returns plan and report; code 4 if no plan passed for a budget."""
-    console, place = Console(stderr=options.as_json), options.fill(Place)
+    console = Console(stderr=options.as_json)
     with ending(wrong=(ValueError,)):
-        target = place.directory(options.model)
-        places = place.each(options.model, folders(options.budget))
+        target, places = directory(options), directories(options)
 
     def kept() -> str:
         if kept_in(target) is None:
@@ -66,9 +65,9 @@ def run(options: Options) -> Done:
         for budget in job.budgets.values():
             refuse_beyond_budget(budget, carried_by(config))
         positions, silent = stated_positions(config), options.quiet or not team.leads
-        others = () if place.in_place else places
-        for directory in others:  # what the configuration says, before weights and text are read
-            refuse_other_plan(directory, config)
+        others = () if options.in_place else places
+        for other in others:  # what the configuration says, before weights and text are read
+            refuse_other_plan(other, config)
         if options.lengths:
             refuse_longer(job.settings.lengths, positions, job.model)
         loading = partial("loading {}: {:.0f} s".format, job.model)
@@ -76,10 +75,13 @@ def run(options: Options) -> Done:
         with beating(loading, console, quiet=silent), room_or_sentence(full):
             loaded = load(job.model, dtype=options.dtype, device="cpu", implementation="adaattn", **options.source())
         scoring = scoring_of(loaded, options)
-        for directory in others:
-            refuse_other_plan(directory, config, loaded.model)
+        for other in others:
+            refuse_other_plan(other, config, loaded.model)
         if team.leads:
-            tell(console, place.sentence(target, options.model))
+            where = f"to {target}; {options.model or 'the packaged model'} is not changed"
+            if options.in_place:
+                where = f"into the model {target}: its config.json will carry it"
+            tell(console, f"the plan will be written {where}")
             tell(console, f"budget: perplexity {', '.join(map(allowed, job.budgets.values()))}")
         if not options.lengths:
             fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.wording import allowed
 
-from .options import DEMO_DIRECTORY, PLAN_DIRECTORY
+from .options import DEMO_DIRECTORY, PLAN_DIRECTORY, Options
 from .pictures.headline import name_of
 
 UNITLESS = 0.01
@@ -61,61 +60,50 @@ def folders(budgets: Sequence[str]) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the plan goes: to a directory of its own, or into the model's."""
+def directory(options: Options, inside: str = "") -> Path:
+    """Returns the directory that `adaattn calibrate` writes to, or one `inside` of it.
 
-    output_dir: Path | None = None
-    in_place: bool = False
-
-    def directory(self, model: str | None) -> Path:
-        """Returns the directory to write to; UsageError for the model's without `in_place`, or one that must stay."""
-        checkpoint = None if model is None or not Path(model).is_dir() else Path(model)
-        if not self.in_place:
-            target = self.output_dir or Path(DEMO_DIRECTORY if model is None else PLAN_DIRECTORY)
-            if checkpoint is not None and os.path.realpath(target) == os.path.realpath(checkpoint):
-                raise UsageError(
-                    f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
-                    "--in-place to write into the model"
-                )
-            _refuse_checkpoint(target)
-        elif self.output_dir is not None:
-            raise UsageError(f"in_place: got --output-dir {self.output_dir}, too, expected one of them; leave one out")
-        elif checkpoint is None:
+    UsageError for the model's own without `--in-place`, or one that must stay as it is.
+    """
+    model, target = options.model, options.output_dir
+    checkpoint = None if model is None or not Path(model).is_dir() else Path(model)
+    if not options.in_place:
+        target = (target or Path(DEMO_DIRECTORY if model is None else PLAN_DIRECTORY)) / inside
+        if checkpoint is not None and os.path.realpath(target) == os.path.realpath(checkpoint):
             raise UsageError(
-                f"in_place: got {model or 'the packaged model'}, expected the directory of a model that is yours: what "
-                "comes from the hub or with the package is never written to; leave --in-place out, and run the plan "
-                "with adaattn_hf.load_plan(model, DIRECTORY)"
+                f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
+                "--in-place to write into the model"
             )
-        else:
-            target = checkpoint
-        _refuse_kept(target, "in_place" if self.in_place else "output_dir")
+        _refuse_checkpoint(target)
+        _refuse_kept(target, "output_dir", "give another directory")
         return target
-
-    def each(self, model: str | None, names: Sequence[str]) -> list[Path]:
-        """Returns the directory of each plan: subdirectories for several, else `directory`; raises as that."""
-        target = self.directory(model)
-        if len(names) < 2:
-            return [target]
-        if self.in_place:
-            raise UsageError(
-                f"in_place: got {len(names)} budgets, expected one, since a model carries one plan; leave --in-place "
-                "out, and each plan gets a directory of its own"
-            )
-        return [replace(self, output_dir=target / name).directory(model) for name in names]
-
-    def sentence(self, target: Path, model: str | None) -> str:
-        """Returns the sentence that says where the plan will go."""
-        if self.in_place:
-            return f"the plan will be written into the model {target}: its config.json will carry it"
-        return f"the plan will be written to {target}; {model or 'the packaged model'} is not changed"
+    if target is not None:
+        raise UsageError(f"in_place: got --output-dir {target}, too, expected one of them; leave one out")
+    if checkpoint is None:
+        raise UsageError(
+            f"in_place: got {model or 'the packaged model'}, expected the directory of a model that is yours: what "
+            "comes from the hub or with the package is never written to; leave --in-place out, and run the plan "
+            "with adaattn_hf.load_plan(model, DIRECTORY)"
+        )
+    _refuse_kept(checkpoint, "in_place", "copy the model to a directory of your own, or leave --in-place out")
+    return checkpoint
 
 
-def _refuse_kept(target: Path, argument: str) -> None:
+def directories(options: Options) -> list[Path]:
+    """Returns the directory of each budget's plan: of several in subdirectories; raises as `directory`."""
+    names, target = folders(options.budget), directory(options)
+    if len(names) < 2:
+        return [target]
+    if options.in_place:
+        raise UsageError(
+            f"in_place: got {len(names)} budgets, expected one, since a model carries one plan; leave --in-place "
+            "out, and each plan gets a directory of its own"
+        )
+    return [directory(options, name) for name in names]
+
+
+def _refuse_kept(target: Path, argument: str, remedy: str) -> None:
     whole = Path(os.path.realpath(target))  # of a link that leads to itself, too
-    remedy = "copy the model to a directory of your own, or leave --in-place out"
-    if argument == "output_dir":
-        remedy = "give another directory"
     if whole.parent.name == "snapshots" and (whole.parents[1] / "blobs").is_dir():
         raise UsageError(
             f"{argument}: {target} lies in the cache of the hub, which all programs of this machine read and which is "

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from adaattn_hf.calibration.inputs import Inputs, LengthSample, Run, each_source, refuse_longer
+from adaattn_hf.calibration.inputs import Inputs, Run, cut, each_source, refuse_longer
 from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.pricing import machine
 from adaattn_hf.calibration.proof import verdict_at
-from adaattn_hf.calibration.settings import CalibrationSettings, Judged
+from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.arms import ModelArms
 from adaattn_hf.eval.objectives import Objective
 from adaattn_hf.eval.progress import shown_progress, tell
@@ -34,6 +34,7 @@ from adaattn_hf.plans.store import PLAN_FILE
 from adaattn_hf.plans.wording import allowed, in_nats
 from adaattn_hf.plans.wording import share as in_percent
 
+from .commands import JUDGED
 from .ending import ending, room_or_sentence, use_threads
 from .job import scoring_of
 from .options import PLAN_DIRECTORY, Done, Options
@@ -72,7 +73,7 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
     A plan with a cache format is verified over that cache. An exact plan without one passes: it changes nothing. Too
     little text is a ValueError, and no plan, or one of another model, a PlanError.
     """
-    device, judged, model = resolve_device(options.device), options.fill(Judged), options.model
+    device, model = resolve_device(options.device), options.model
     if not options.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     refuse_repeats(options.data, None)
@@ -96,23 +97,23 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
         "limits": {**asdict(gates), "top1": gates.least_top1, "kl": gates.most_kl, "confidence": LEVEL},
         "stored": None if stored is None else asdict(stored),
         "stored_verdict": stored_verdict,
-        "differing": differing(plan, device, judged),
+        "differing": differing(plan, device, options.fill(CalibrationSettings)),
     }
 
 
 def _verdicts(
     plan: Plan, loaded: Checkpoint, scoring: Objective, options: Options, console: Console
 ) -> tuple[dict[int, Verified], Gates]:
-    settings = CalibrationSettings(budget=plan.budget, lengths=plan.lengths, **asdict(options.fill(Judged)))
+    settings = options.fill(CalibrationSettings, budget=plan.budget, lengths=plan.lengths)
     model = placed(loaded.model, options.device)
     refuse_longer(plan.lengths, longest_input(model), name_of(plan))
     bound_layers = BoundPlan.of(loaded.model, plan, unverified=True).by_index  # the verdict is what is asked for
     programs = {index: one for index, one in bound_layers.items() if one is not None}
     # drawn as in a calibration; of the plan's own text, sequences that chose the plan are left out
     content, searched, data = scoring.content(plan.max_length), settings.sequences + settings.joint, options.data
-    sample = draw(data, loaded.encode, content, {"held_out": 2}, settings.seed, searched + settings.held_out - 2)
-    drawn = sample.parts["held_out"]
-    text = "".join(f"{one}:{sample.fingerprint}:" for one in plan.lengths)
+    parts, read = draw(data, loaded.encode, content, {"held_out": 2}, settings.seed, searched + settings.held_out - 2)
+    drawn = parts["held_out"]
+    text = "".join(f"{one}:{read}:" for one in plan.lengths)
     apart = hashlib.sha256(text.encode()).hexdigest() != plan.data_fingerprint
     # of other text, sources give equally many and each must pass
     pool = each_source(drawn[: settings.held_out], data, content, "data") if apart else drawn[searched:]
@@ -121,10 +122,8 @@ def _verdicts(
             f"data: it holds {len(pool)} sequences of {content} tokens that did not choose the plan, expected at least "
             "2; give more of its text"
         )
-    samples = {}
-    for length in plan.lengths:
-        cut = tuple(replace(one, tokens=one.tokens[: scoring.content(length)]) for one in pool)
-        samples[length] = LengthSample((), cut[:1], cut, "")
+    used = {"joint": pool[:1], "held_out": pool}
+    samples = {length: cut(used, scoring.content(length)) for length in plan.lengths}
     inputs = Inputs(ModelArms(model), settings, scoring, samples, other_source=apart)
     rounding = min(stock_distance(inputs)[0], most_rounding(plan.dtype))
     gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding, max_kl=settings.max_kl)
@@ -139,7 +138,7 @@ def _verdicts(
     return verdicts, gates
 
 
-def differing(plan: Plan, device: torch.device, judged: Judged) -> list[str]:
+def differing(plan: Plan, device: torch.device, typed: CalibrationSettings) -> list[str]:
     """Returns, in words, how machine, versions and options differ from those that the plan says made it."""
     settings = {"seed": plan.seed, **plan.protocol.get("settings", {})}
     compared = (
@@ -147,6 +146,6 @@ def differing(plan: Plan, device: torch.device, judged: Judged) -> list[str]:
         ("torch", plan.torch, torch.__version__),
         ("transformers", plan.transformers, version("transformers")),
         ("adaattn", plan.adaattn, version("adaattn-hf")),
-        *((name, settings.get(name), typed) for name, typed in asdict(judged).items()),
+        *((name, settings.get(name), now) for name, now in asdict(typed).items() if name in JUDGED),
     )
     return [f"{name} was {before!s:.80}, is {now}" for name, before, now in compared if before not in (None, now)]

@@ -232,14 +232,6 @@ class TokenSequence:
     source: str = ""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Disjoint sequences, `parts[use]` for each use, and a hash of all text read."""
-
-    parts: dict[str, list[TokenSequence]]
-    fingerprint: str
-
-
 def sequences(
     documents: Iterable[tuple[str, Iterator[str]]], encode: Encode, length: int, digest: Any
 ) -> Iterator[TokenSequence]:
@@ -263,8 +255,8 @@ def sequences(
 
 def draw(
     paths: Sequence[str | Path], encode: Encode, length: int, wanted: dict[str, int], seed: int, spare: int = 0
-) -> Sample:
-    """Returns disjoint uniform samples of sequences of `length` tokens, as many for each use as are `wanted`.
+) -> tuple[dict[str, list[TokenSequence]], str]:
+    """Returns disjoint uniform samples of `length` tokens, as many for each use as are `wanted`, and the text's hash.
 
     All sources contribute equally many sequences, as far as they have them, whatever their sizes. `encode` makes token
     ids without special tokens. The last use gets up to `spare` sequences more, as many as the text holds. A text that
@@ -289,7 +281,7 @@ def draw(
     ordered = (one for turn in zip_longest(*kept) for one in turn if one is not None)
     parts = {use: list(islice(ordered, number)) for use, number in wanted.items()}
     parts[[*wanted][-1]] += islice(ordered, spare)
-    return Sample(parts, digest.hexdigest())
+    return parts, digest.hexdigest()
 
 
 def refuse_copies(used: Iterable[TokenSequence], held_out: Sequence[TokenSequence]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +23,16 @@ from numpy.typing import NDArray
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.calibration import calibrate, proof
 from adaattn_hf.calibration.inputs import Run, open_inputs
-from adaattn_hf.calibration.ladder import Ladder, ladder
+from adaattn_hf.calibration.ladder import ladder
 from adaattn_hf.calibration.layers import bound_layers
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.passes import stock_distance
-from adaattn_hf.calibration.proof import Evidence, gather
-from adaattn_hf.calibration.search import JointPasses
+from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.arms import plan_tap
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 from adaattn_hf.eval.provenance import provenance
+from adaattn_hf.eval.windows import TokenSequence
 from adaattn_hf.patches.checkpoint import load
 from adaattn_hf.plans.limits import Gates
 
@@ -70,12 +71,12 @@ def measured() -> dict[str, Any]:
     inputs = open_inputs(loaded.model, loaded.encode, data, SETTINGS, verify_data=held, run=Run())
     measurement = measure(inputs)
     (rounding, flips), length = stock_distance(inputs), SETTINGS.lengths[0]
-    found = ladder(JointPasses(measurement, rounding), {}, Gates(SETTINGS.budget), flips, [])
+    candidates, *_ = ladder(replace(measurement, rounding=rounding), {}, Gates(SETTINGS.budget), flips, [])
     losses = []
-    for one in found.candidates:
+    for one in candidates:
         tap = plan_tap(bound_layers(measurement, one.way.allocation.picks))
-        seen = gather(inputs, tap, inputs.samples[length].held_out, Evidence(), 1)
-        losses.append((np.array(seen.sums) / np.array(seen.tokens)).tolist())
+        scores, _ = inputs.score(tap, inputs.samples[length]["held_out"], seed=1)
+        losses.append([float(one.delta.mean()) for one in scores])
     return {"losses": losses, "length": length, "provenance": provenance(torch.device("cpu"))}
 
 
@@ -85,35 +86,33 @@ def returned(losses: Losses, budget: float, stops: bool = True) -> int:
     Without `stops` the boldest of all that pass.
     """
     tokens = SETTINGS.lengths[0] - 1
-    names = [str(at) for at in range(losses.shape[1])]
+    read = [TokenSequence(str(at), ()) for at in range(losses.shape[1])]
 
-    def evidence(inputs: Any, at: Any, *_: Any) -> Evidence:
-        sums = (losses[at] * tokens).tolist()
-        return Evidence(names, sums, [tokens] * len(sums), [np.zeros(1)], [""] * len(sums), tokens * len(sums))
+    def evidence(_: Any, at: int, *__: Any) -> Evidence:
+        return Evidence(read, (losses[at] * tokens).tolist(), [tokens] * len(read), np.zeros(1), tokens * len(read))
 
     def rung(at: int) -> Any:
         way = SimpleNamespace(cost=-at, stored="model", allocation=SimpleNamespace(picks=at))
         return SimpleNamespace(way=way, predicted={SETTINGS.lengths[0]: 0.0}, budget=None)
 
     scoring = SimpleNamespace(causal=True, generates=False)
-    samples = {SETTINGS.lengths[0]: SimpleNamespace(held_out=())}
+    samples = {SETTINGS.lengths[0]: {"held_out": ()}}
     inputs = SimpleNamespace(
         settings=SETTINGS, pace=None, run=Run(), scoring=scoring, samples=samples, other_source=False,
-        refuse_late=lambda: None,
+        refuse_late=lambda: None, score=lambda tap, *_: (tap, ()),
     )  # fmt: skip
-    passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs, layers=SimpleNamespace(units=())))
+    measurement: Any = SimpleNamespace(inputs=inputs, layers=SimpleNamespace(units=()))
     rungs = [tuple(map(rung, range(len(losses))))] if stops else [(rung(at),) for at in range(len(losses))]
     best, gates = -1, Gates(budget, rounding=1.0)
     with (
         mock.patch.object(proof, "bound_layers", lambda _, picks: {"at": picks}),
         mock.patch.object(proof, "activation", return_value=(1.0, 1.0)),
         mock.patch.object(proof, "stored_tap", lambda bound, stored: bound["at"]),
-        mock.patch.object(proof, "gather", evidence),
+        mock.patch.object(proof.Evidence, "of", evidence),
     ):
         for candidates in rungs:
-            steps = Ladder(candidates, gates, False)
-            with mock.patch.object(calibrate, "ladder", return_value=steps):
-                _, passed, _ = calibrate.judged(passes, 0.0, gates, (), [])
+            with mock.patch.object(calibrate, "ladder", return_value=(candidates, gates, False)):
+                _, passed, _ = calibrate.judged(measurement, 0.0, gates, (), [])
             best = best if passed is None else int(passed[0].way.allocation.picks)
     return best
 

@@ -32,7 +32,7 @@ from adaattn_hf.calibration.inputs import Run, open_inputs
 from adaattn_hf.calibration.layers import Measurement, picks_of
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.memory import forecast
-from adaattn_hf.calibration.proof import Evidence, gather
+from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.arms import bound_layers_of, plan_tap
 from adaattn_hf.eval.provenance import provenance
@@ -95,7 +95,7 @@ class Study:
 
     def drawn(self, length: int, count: int, seed: int) -> list[TokenSequence]:
         """Sequences of the third kind."""
-        return draw(self.sources["third"], self.encode, length, {"third": count}, seed).parts["third"]
+        return draw(self.sources["third"], self.encode, length, {"third": count}, seed)[0]["third"]
 
 
 def opened(
@@ -179,7 +179,8 @@ def _found(study: Study, measurement: Measurement, plan: Plan, seed: int) -> dic
         return found
     third = study.third if length <= LONG else max(study.third // 2, 2)
     tap = plan_tap(bound_layers_of(plan, measurement.layers.tensors))
-    evidence = gather(measurement.inputs, tap, study.drawn(length, third, seed), Evidence(), 0)
+    drawn = study.drawn(length, third, seed)
+    evidence = Evidence.of(drawn, measurement.inputs.score(tap, drawn, seed=0)[0])
     return {**found, "picks": labels, "third": {**scores(evidence), "sequences": third}}
 
 

@@ -20,7 +20,6 @@ from ..plans.evidence import MODEL, SOURCES
 from ..plans.limits import Gates
 from ..plans.plan import Plan, UnitRecord, Verified
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
-from ..policy.table import SolverTable
 from .layers import Measurement, make_plan, steps_stay_exact
 from .settings import Calibration
 
@@ -101,21 +100,8 @@ def report(
         "price_exact_seconds": base,
         "price_plan_seconds": price,
         "risk": allocation.risk.tolist() if allocation is not None else [],
-        "table": solver_table(measurement, alpha).to_dict(),
+        "table": measurement.solver(alpha).to_dict(),
     }
-
-
-def solver_table(measurement: Measurement, alpha: Array) -> SolverTable:
-    """Returns the solver's prices and risks, the risks re-scaled by the factors `alpha` `[lengths]`."""
-    layers, inputs = measurement.layers, measurement.inputs
-    return SolverTable(
-        layers.units,
-        [choice.label for choice in layers.candidates.choices],
-        measurement.prices,
-        measurement.risks(alpha),
-        measurement.launches,
-        measurement.kept_tokens if inputs.scoring.generates else None,
-    )
 
 
 def save_plan(model: Any, result: Calibration, directory: Path) -> None:

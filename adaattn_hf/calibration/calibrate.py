@@ -38,7 +38,7 @@ from .ladder import Candidate, falling, ladder
 from .layers import Measurement, picks_of
 from .passes import stock_distance, whole_passes
 from .proof import Proof, prove, worst
-from .search import PROTOCOL, JointPasses, Losses, Way, roundings, storages
+from .search import PROTOCOL, Losses, Way, roundings, storages
 from .settings import Calibration, CalibrationSettings
 
 APART = 0.1
@@ -76,6 +76,7 @@ def choose_and_verify(
         measurement = replace(measurement, inputs=measurement.inputs.with_settings(settings))
     s, dtype = measurement.inputs.settings, measurement.layers.exact.dtype
     rounding, flips = stock_distance(measurement.inputs)
+    measurement = replace(measurement, rounding=rounding)
     gates = Gates(s.budget, s.top1, s.needles_lost, min(rounding, most_rounding(dtype)), max_kl=s.max_kl)
     if rounding > APART * s.budget:
         measurement.inputs.run.say(
@@ -83,7 +84,7 @@ def choose_and_verify(
             "held against a plan"
         )
     log: list[dict[str, Any]] = []
-    gates, passed, reason = judged(JointPasses(measurement, rounding), flips, gates, proven, log)
+    gates, passed, reason = judged(measurement, flips, gates, proven, log)
     if passed is None:
         zero, one = np.zeros(len(measurement.layers.units), dtype=np.int64), np.ones(len(s.lengths))
         sentence = f"the budget of {allowed(gates.budget)} cannot be met: {reason}; the plan is exact"
@@ -108,22 +109,21 @@ def choose_and_verify(
 
 
 def judged(
-    passes: JointPasses, flips: float, gates: Gates, proven: Sequence[Plan], log: list[dict[str, Any]]
+    measurement: Measurement, flips: float, gates: Gates, proven: Sequence[Plan], log: list[dict[str, Any]]
 ) -> tuple[Gates, tuple[Candidate, Proof] | None, str]:
     """Returns the limits, the best candidate that held-out text proved, and in words why it proved no other.
 
     Plans that were `proven` on this text before come first, bolder ones after them; what was found joins the `log`.
     `flips` is the share of likeliest tokens in which two stock implementations differ.
     """
-    measurement, passed = passes.measurement, list[tuple[Candidate, Proof]]()
-    inputs, s, reason = measurement.inputs, measurement.inputs.settings, ""
+    passed, reason = list[tuple[Candidate, Proof]](), ""
+    inputs, s = measurement.inputs, measurement.inputs.settings
     try:
-        formats = roundings(passes) if s.with_cache else {}
-        steps = ladder(passes, formats, gates, flips, log)
-        gates = steps.gates
-        order = falling([*known(passes, proven, formats), *steps.candidates])
+        formats = roundings(measurement) if s.with_cache else {}
+        candidates, gates, forgetful = ladder(measurement, formats, gates, flips, log)
+        order = falling([*known(measurement, proven, formats), *candidates])
         if not order:
-            reason = _nothing(measurement, steps.forgetful, [step for step in log if "cost" in step])
+            reason = _nothing(measurement, forgetful, [step for step in log if "cost" in step])
         for number, candidate in enumerate(order, 1):
             proof = prove(measurement, candidate.way, candidate.predicted, gates, number)
             log.append({"verified": asdict(proof.worst), "candidate": number, "of": len(order)})
@@ -150,12 +150,12 @@ def judged(
     return gates, min(passed, key=lambda one: one[0].way.cost, default=None), reason
 
 
-def known(passes: JointPasses, proven: Sequence[Plan], formats: Losses) -> list[Candidate]:
+def known(measurement: Measurement, proven: Sequence[Plan], formats: Losses) -> list[Candidate]:
     """Returns the candidates of plans that were proven on this held-out text for a smaller budget, smallest first.
 
     Theirs are these weights, lengths and text, and choices that are priced here.
     """
-    measurement, layers, candidates = passes.measurement, passes.measurement.layers, list[Candidate]()
+    layers, candidates = measurement.layers, list[Candidate]()
     inputs, s = measurement.inputs, measurement.inputs.settings
     for plan in sorted(proven, key=lambda one: one.budget):
         drawn = {"seed": plan.seed, **plan.protocol.get("settings", {})}
@@ -174,7 +174,7 @@ def known(passes: JointPasses, proven: Sequence[Plan], formats: Losses) -> list[
             stored = plan.cache[0]
             way = replace(way, storage=storages(measurement, picks)[stored], beside=formats.get(stored, {}))
         if s.kv_bytes is None or way.cost <= s.kv_bytes:
-            candidates.append(Candidate.measured(passes, way, np.ones(len(plan.lengths)), plan.budget))
+            candidates.append(Candidate.measured(measurement, way, np.ones(len(plan.lengths)), plan.budget))
     return candidates
 
 

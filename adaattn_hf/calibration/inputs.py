@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.eval import needles, team, texts, windows
-from adaattn_hf.eval.arms import ModelArms
+from adaattn_hf.eval.arms import ModelArms, compare, exact_tap
 from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import Progress, silent
 from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
@@ -27,6 +27,8 @@ from adaattn_hf.patches.models.cache_keyword import cache_keyword
 from adaattn_hf.patches.plans.attach import remove_plan
 from adaattn_hf.patches.plans.subject import longest_input, refuse_other_attention
 
+from ..attention.listeners import Tap
+from ..stats.paired import TokenScores, joined
 from ..stats.stopwatch import Elapsed, timed
 from .settings import CalibrationSettings
 from .state import CalibrationState, Known
@@ -42,6 +44,10 @@ LEAST_HELD_OUT = 6
 """Held-out sequences that a verification makes do with where the text is short."""
 STATES = 1 << 30
 """Most bytes of what exact attention made of text, kept for the next plan that is compared with it."""
+
+Pace = Mapping[str, Mapping[int, float]]
+"""By step and length the seconds for one sequence: `pair`, exact attention and a plan compared; `risk`, the passes that
+measure risks; `prices`, of all choices, for all sequences together."""
 
 
 class OutOfTime(Exception):
@@ -61,16 +67,6 @@ class Run:
     opened: float = field(default_factory=time.monotonic)  # from here on `settings.minutes` count
 
 
-@dataclass(frozen=True)
-class LengthSample:
-    """Disjoint sequences of one length, and a hash of the text that they were drawn from."""
-
-    risk: tuple[TokenSequence, ...]  # to measure risks
-    joint: tuple[TokenSequence, ...]  # to compare whole plans in the search
-    held_out: tuple[TokenSequence, ...]  # to verify all candidates
-    fingerprint: str
-
-
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """A model in evaluation mode, ready for calibration, and its text."""
@@ -78,15 +74,17 @@ class Inputs:
     arms: ModelArms
     settings: CalibrationSettings
     scoring: Objective
-    samples: Mapping[int, LengthSample]  # by length
+    # by length, disjoint sequences: for the `risk` of choices, to try whole plans (`joint`), and to verify (`held_out`)
+    samples: Mapping[int, Mapping[str, Sequence[TokenSequence]]]
+    text: str = ""  # hash of the text that they were drawn from
     run: Run = field(default_factory=Run)
     other_source: bool = False  # whether the held-out text comes from another source
     team: team.Team = field(default_factory=team.present)
     pace: Pace | None = None  # None where nobody asked
     # by sequence and seed, what exact attention makes of its windows: all plans that are compared on it share that
     states: dict[tuple[TokenSequence, int | None], list[Tensor]] = field(default_factory=dict)
-    # by length and place, a haystack of the sequence, and which needles exact attention finds
-    haystacks: dict[tuple[int, int], tuple[needles.Haystack, tuple[bool, ...]]] = field(default_factory=dict)
+    # by the tokens of a haystack, which of its needles exact attention finds
+    retrieved: dict[bytes, tuple[bool, ...]] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
@@ -111,13 +109,13 @@ class Inputs:
     @property
     def fingerprint(self) -> str:
         """Hash of all text that was drawn from."""
-        words = "".join(f"{length}:{sample.fingerprint}" for length, sample in sorted(self.samples.items()))
+        words = "".join(f"{length}:{self.text}" for length in sorted(self.samples))
         return hashlib.sha256(words.encode()).hexdigest()
 
     @property
     def sources(self) -> int:
         """Held-out sources that must keep the budget by themselves; their sequences take turns."""
-        held_out = next(iter(self.samples.values())).held_out
+        held_out = next(iter(self.samples.values()))["held_out"]
         return len({one.source for one in held_out}) if self.other_source else 1
 
     def windows(self, sequence: TokenSequence, seed: int | None = None) -> list[TokenWindow]:
@@ -137,6 +135,39 @@ class Inputs:
         """Returns a sequence with needles, as many as the settings ask for and it can hold."""
         text = torch.tensor(sequence.tokens, dtype=torch.int64, device="cpu")
         return needles.build(text, min(self.settings.needles, needles.most(len(text))), generator)
+
+    def score(
+        self,
+        tap: Tap,
+        sequences: Sequence[TokenSequence],
+        haystacks: Sequence[needles.Haystack] = (),
+        seed: int | None = None,
+        step: Callable[[int], None] = silent,
+    ) -> tuple[list[TokenScores], list[tuple[bool, bool]]]:
+        """Returns the paired scores of sequences, and of each needle whether exact attention finds it, and the plan.
+
+        Exact attention and the plan's `tap` read the same tokens; `seed` is that of masked positions, and `step` is
+        told how many passes are done.
+        """
+
+        def scored(sequence: TokenSequence) -> TokenScores:
+            self.refuse_late(together=False)
+            return joined([compare(self.arms, window, tap, exact) for window, exact in self.exact(sequence, seed)])
+
+        def found(haystack: needles.Haystack) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+            key = haystack.tokens.numpy().tobytes()
+            if key not in self.retrieved:
+                self.retrieved[key] = needles.retrieved(self.arms, haystack, exact_tap)
+            return self.retrieved[key], needles.retrieved(self.arms, haystack, tap)
+
+        scores, outcomes = list[TokenScores](), list[tuple[bool, bool]]()
+        for score in self.team.work(sequences, scored):
+            scores.append(score)
+            step(len(scores))
+        for number, both in enumerate(self.team.work(haystacks, found), len(scores) + 1):
+            outcomes += zip(*both, strict=True)
+            step(number)
+        return scores, outcomes
 
     def with_settings(self, settings: CalibrationSettings) -> Inputs:
         """Returns the same model and text with settings, such as another budget, under which the same risks hold."""
@@ -185,16 +216,16 @@ def open_inputs(
     refuse_longer(settings.lengths, longest_input(model), type(model).__name__)
     arms = ModelArms(model)
     texts.refuse_repeats(data, verify_data)
-    sample = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
-    parts = sample.parts
+    parts, text = _draw(data, verify_data, encode, scoring.content(settings.lengths[-1]), settings)
     windows.refuse_copies((*parts["risk"], *parts["joint"]), parts["held_out"])
     # the same stretches at every length: text that one length is verified on was not used for another
-    samples = dict[int, LengthSample]()
-    for length in settings.lengths:
-        most = scoring.content(length)
-        cut = {use: tuple(replace(one, tokens=one.tokens[:most]) for one in part) for use, part in parts.items()}
-        samples[length] = LengthSample(**cut, fingerprint=sample.fingerprint)
-    return Inputs(arms, settings, scoring, samples, run or Run(), verify_data is not None)
+    samples = {length: cut(parts, scoring.content(length)) for length in settings.lengths}
+    return Inputs(arms, settings, scoring, samples, text, run or Run(), verify_data is not None)
+
+
+def cut(parts: Mapping[str, Sequence[TokenSequence]], most: int) -> dict[str, list[TokenSequence]]:
+    """Returns the same sequences with so many tokens at most."""
+    return {use: [replace(one, tokens=one.tokens[:most]) for one in part] for use, part in parts.items()}
 
 
 def refuse_longer(lengths: Sequence[int], positions: int | None, name: str) -> None:
@@ -213,22 +244,22 @@ def _draw(
     encode: Encode,
     length: int,
     s: CalibrationSettings,
-) -> windows.Sample:
+) -> tuple[dict[str, list[TokenSequence]], str]:
     """Samples the text of the longest length; `length` counts tokens of text, without special tokens."""
     least = max(min(s.held_out, LEAST_HELD_OUT), 2 * len(verify_data or ()))
     searched, judged, spare = {"risk": s.sequences, "joint": s.joint}, {"held_out": least}, max(s.held_out - least, 0)
     if verify_data is None:
-        sample = windows.draw(data, encode, length, {**searched, **judged}, s.seed, spare)
-        return windows.Sample(sample.parts, f"{sample.fingerprint}:")
+        parts, text = windows.draw(data, encode, length, {**searched, **judged}, s.seed, spare)
+        return parts, f"{text}:"
     if s.held_out < 2 * len(verify_data):
         raise ValueError(
             f"held_out is {s.held_out} for {len(verify_data)} sources of verify_data, expected at least "
             f"{2 * len(verify_data)}: two of every source; raise it (--held-out)"
         )
-    first = windows.draw(data, encode, length, searched, s.seed)
-    second = windows.draw(verify_data, encode, length, judged, s.seed, spare)
-    parts = {**first.parts, "held_out": each_source(second.parts["held_out"], verify_data, length, "verify_data")}
-    return windows.Sample(parts, f"{first.fingerprint}:{second.fingerprint}")
+    parts, text = windows.draw(data, encode, length, searched, s.seed)
+    verifying, other = windows.draw(verify_data, encode, length, judged, s.seed, spare)
+    held_out = each_source(verifying["held_out"], verify_data, length, "verify_data")
+    return {**parts, "held_out": held_out}, f"{text}:{other}"
 
 
 def each_source(
@@ -247,26 +278,19 @@ def each_source(
     return list(held_out[: counts[fewest] * len(counts)])
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Seconds of the steps for one sequence of each length."""
-
-    pair: Mapping[int, float]  # one with exact attention and one with a plan, compared
-    risk: Mapping[int, float]  # the passes that measure risks
-    prices: Mapping[int, float]  # of all choices, for all sequences together
-
-    def stages(self, s: CalibrationSettings, size: int) -> dict[str, float]:
-        """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
-        pairs, searched = sum(self.pair.values()), SEARCHED * (s.joint + min(s.haystacks, s.joint)) / 2
-        # exact attention reads the text once, and each candidate once
-        judged = s.held_out * (1 + CANDIDATES) / 2 + s.haystacks * CANDIDATES
-        passes = ((s.rounds + 1) * s.prompts + 1) * bool(s.rounds)  # whole ones that are timed
-        return {
-            "moments": sum(self.pair.values()) / 2,  # the passes that find the layers
-            "risk": sum(self.risk.values()) * (s.sequences + 1) / size,  # the first one is asked for needles, too
-            "prices": sum(self.prices.values()),
-            "plans": ((searched + judged) / size + passes) * pairs,
-        }
+def stages(pace: Pace, s: CalibrationSettings, size: int) -> dict[str, float]:
+    """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
+    pairs, risks, prices = (sum(pace[step].values()) for step in ("pair", "risk", "prices"))
+    # exact attention reads the text once, and each candidate once
+    searched = SEARCHED * (s.joint + min(s.haystacks, s.joint)) / 2
+    judged = s.held_out * (1 + CANDIDATES) / 2 + s.haystacks * CANDIDATES
+    passes = ((s.rounds + 1) * s.prompts + 1) * bool(s.rounds)  # whole ones that are timed
+    return {
+        "moments": pairs / 2,  # the passes that find the layers
+        "risk": risks * (s.sequences + 1) / size,  # the first one is asked for needles, too
+        "prices": prices,
+        "plans": ((searched + judged) / size + passes) * pairs,
+    }
 
 
 def seconds_at(

@@ -15,7 +15,8 @@ import numpy as np
 
 from ..plans.limits import Gates
 from ..policy.knapsack import Array
-from .search import LEAST_KL, Joint, JointPasses, Losses, Way, way_within
+from .layers import Measurement
+from .search import LEAST_KL, Joint, Losses, Way, joint, way_within
 
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 """Shares of the KL that the budget allows, for which plans are sought."""
@@ -43,15 +44,15 @@ class Candidate:
     budget: float | None = None  # the one that it was proven for, None if it is new
 
     @classmethod
-    def measured(cls, passes: JointPasses, way: Way, alpha: Array, budget: float | None = None) -> Candidate:
+    def measured(cls, measurement: Measurement, way: Way, alpha: Array, budget: float | None = None) -> Candidate:
         """Returns the candidate of a way, measured on calibration text; `alpha` is that of the one before."""
-        lengths, picks, risk = passes.measurement.inputs.settings.lengths, way.allocation.picks, way.allocation.risk
-        joint, format_loss = {length: passes.joint(picks, length) for length in lengths}, way.beside or {}
+        lengths, picks, risk = measurement.inputs.settings.lengths, way.allocation.picks, way.allocation.risk
+        losses, format_loss = {length: joint(measurement, picks, length) for length in lengths}, way.beside or {}
         foretold = dict(zip(lengths, (risk * alpha).tolist(), strict=True))
-        visible = np.array([joint[length].visible for length in lengths])
+        visible = np.array([losses[length].visible for length in lengths])
         # without any risk there is nothing to re-scale
         scaled = np.divide(visible, risk, out=np.array(alpha), where=risk > 0.0)
-        return cls(way, joint, {n: kl + format_loss.get(n, 0.0) for n, kl in foretold.items()}, scaled, budget)
+        return cls(way, losses, {n: kl + format_loss.get(n, 0.0) for n, kl in foretold.items()}, scaled, budget)
 
     def added(self, length: int) -> float:
         """Returns the KL that plan and format add to that of rounding, nats/token."""
@@ -62,21 +63,14 @@ class Candidate:
         return [length for length, one in self.joint.items() if gates.forgets(*one.needles, REHEARSED)]
 
 
-@dataclass(frozen=True, eq=False)
-class Ladder:
-    """Candidates from safe to bold, the limits that they are judged by, and whether some were left out for needles."""
+def ladder(
+    measurement: Measurement, formats: Losses, gates: Gates, stock_flips: float, log: list[dict[str, Any]]
+) -> tuple[list[Candidate], Gates, bool]:
+    """Returns the candidates from safe to bold, their limits, and whether some were left out for lost needles.
 
-    candidates: tuple[Candidate, ...]
-    gates: Gates
-    forgetful: bool
-
-
-def ladder(passes: JointPasses, formats: Losses, gates: Gates, stock_flips: float, log: list[dict[str, Any]]) -> Ladder:
-    """Returns the candidates within the limits, each cheaper than those before; what was measured joins the log.
-
-    `formats` are those of a smaller cache, where one is wanted; `stock_flips` as in `judged`.
+    Each is cheaper than those before. `formats` are those of a smaller cache, where one is wanted; `stock_flips` as in
+    `judged`. What was measured joins the log.
     """
-    measurement = passes.measurement
     inputs, s = measurement.inputs, measurement.inputs.settings
     alpha, needles, flips, measured = np.ones(len(s.lengths)), dict[int, float](), 0.0, list[Candidate]()
     # the first share twice: what it teaches of the sums of risks places all others
@@ -88,9 +82,9 @@ def ladder(passes: JointPasses, formats: Losses, gates: Gates, stock_flips: floa
             way = way_within(measurement, formats, limit, alpha, needles)
             if way is None or any(way.same(one.way) for one in measured):
                 break
-            one = Candidate.measured(passes, way, alpha)
+            one = Candidate.measured(measurement, way, alpha)
             measured.append(one)
-            joints = [*one.joint.values()]
+            losses = [*one.joint.values()]
             log.append(
                 {
                     "share": share,
@@ -98,11 +92,11 @@ def ladder(passes: JointPasses, formats: Losses, gates: Gates, stock_flips: floa
                     "stored": one.way.stored,
                     "predicted": [*one.predicted.values()],
                     "measured": [one.added(length) for length in one.joint],
-                    **{name: [getattr(joint, name) for joint in joints] for name in NOTED},
+                    **{name: [getattr(loss, name) for loss in losses] for name in NOTED},
                 }
             )
             alpha = one.alpha
-            flips = max([flips, *(j.flips / math.sqrt(j.kl) for j in joints if j.kl > 0.0)])
+            flips = max([flips, *(loss.flips / math.sqrt(loss.kl) for loss in losses if loss.kl > 0.0)])
             if not (lost := one.forgets(gates)):
                 break
             for length in lost:
@@ -118,7 +112,7 @@ def ladder(passes: JointPasses, formats: Losses, gates: Gates, stock_flips: floa
     kept = sorted((one for one in enough if used[one] <= 1.0 and not one.forgets(gates)), key=used.__getitem__)
     forgetful = any(used[one] <= 1.0 and one.forgets(gates) for one in measured)
     # a share of the bytes that is asked for is reached by the safest, and less is not asked for
-    return Ladder(tuple(falling(kept if s.kv_bytes is None else kept[:1])), gates, forgetful)
+    return falling(kept if s.kv_bytes is None else kept[:1]), gates, forgetful
 
 
 def falling(candidates: Iterable[Candidate]) -> list[Candidate]:

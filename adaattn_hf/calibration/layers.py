@@ -25,11 +25,12 @@ from ..plans.choices import Choice, Setting
 from ..plans.plan import Plan
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered
-from ..policy.knapsack import Array, Launches, of_cache, of_units, shared_prices
+from ..policy.knapsack import Array, Launches, of_units, shared_prices
 from ..policy.prices import PriceTable
+from ..policy.table import SolverTable
 from ..stats.spectrum import score_factors
 from .inputs import Inputs
-from .state import CalibrationState, KeptMoments, Moments
+from .state import CalibrationState, Moments
 
 Picks = NDArray[np.int64]
 """`[units]`, index of each unit's choice among the candidates."""
@@ -61,22 +62,13 @@ class Layers:
         return {layer: window if window in self.calls else None for layer, window in self.windows.items()}
 
 
-def observe_layers(inputs: Inputs, kept: KeptMoments | None = None) -> Layers:
-    """Runs one sequence of each length; returns the layers, or refuses them if plans or the scoring do not fit them.
-
-    Lengths that are `kept` are not run again.
-    """
-    moments, by_length = Moments(), dict[int, list[AttentionCall]]()
-    if kept is not None:
-        moments, by_length = kept.load(inputs.arms.device)
+def observe_layers(inputs: Inputs) -> Layers:
+    """Runs one sequence of each length; returns the layers, or refuses them if plans or the scoring do not fit them."""
+    moments = Moments()
     calls: dict[int | None, dict[int, AttentionCall]] = {None: {}}
     for number, length in enumerate(sorted(inputs.samples)):
         inputs.run.progress("moments", number, len(inputs.samples))
-        if length not in by_length:
-            by_length[length] = _calls(inputs, moments, length)
-            if kept is not None and inputs.team.leads:
-                kept.save(moments, by_length)
-        calls[None][length], *others = by_length[length]
+        calls[None][length], *others = _calls(inputs, moments, length)
         for call in others:
             calls.setdefault(call.structure.window, {})[length] = call
     inputs.run.progress("moments", len(inputs.samples), len(inputs.samples))
@@ -125,7 +117,7 @@ def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionCall]
         return moments.tap(module, call)
 
     with torch.no_grad(), tapping(tap):
-        inputs.arms.hidden(inputs.windows(inputs.samples[length].risk[0])[0])
+        inputs.arms.hidden(inputs.windows(inputs.samples[length]["risk"][0])[0])
     if not nearest:
         raise ValueError("the model made no attention call through adaattn; it may not use the attention interface")
     by_distance = sorted(nearest.items(), key=lambda item: (item[0] is not None, item[1][0]))
@@ -142,6 +134,7 @@ class Measurement:
     table: PriceTable
     prices: Array
     launches: Launches
+    rounding: float = 0.0  # mean KL of two exact implementations, nats/token
 
     def risks(self, alpha: Array | float = 1.0) -> Array:
         """Returns the risks `[lengths, units, choices]` in nats/token, re-scaled by factors `alpha` `[lengths]`."""
@@ -165,12 +158,11 @@ class Measurement:
             ]
         )
 
-    @property
-    def costs(self) -> Array:
-        """What the search minimises, `[units, choices]`: seconds, or tokens in the cache where that is the aim."""
-        if not self.inputs.settings.with_cache:
-            return self.prices
-        return of_cache(self.kept_tokens)
+    def solver(self, alpha: Array | float = 1.0) -> SolverTable:
+        """Returns what the solver chooses from, the risks re-scaled by the factors `alpha` `[lengths]`."""
+        layers, labels = self.layers, [choice.label for choice in self.layers.candidates.choices]
+        kept = self.kept_tokens if self.inputs.scoring.generates else None
+        return SolverTable(layers.units, labels, self.prices, self.risks(alpha), self.launches, kept)
 
 
 def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:

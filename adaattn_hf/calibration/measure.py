@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -31,10 +30,10 @@ from ..policy.knapsack import Array
 from ..policy.prices import PriceTable
 from ..stats.rows import stratified_rows
 from . import fisher, pricing
-from .inputs import FORETOLD, Inputs, Pace, Run, seconds_at
+from .inputs import FORETOLD, Inputs, Pace, Run, cut, seconds_at, stages
 from .layers import Layers, Measurement, launch_label, observe_layers, unit_prices
 from .memory import forecast, room_for
-from .state import MOMENTS_FILE, CalibrationState, KeptMoments, forget
+from .state import CalibrationState, forget
 
 
 def pace_of(inputs: Inputs) -> Pace:
@@ -43,13 +42,13 @@ def pace_of(inputs: Inputs) -> Pace:
     sample = inputs.samples[lengths[-1]]
 
     def brief(tokens: int) -> Inputs:
-        cut = replace(sample.risk[0], tokens=sample.risk[0].tokens[: inputs.scoring.content(tokens)])
+        short = cut({"risk": sample["risk"][:1]}, inputs.scoring.content(tokens))
         # as large a part of the rows as of the tokens: their work then grows by pairs, as that of attention does
         fewer = replace(inputs.settings, rows=max(inputs.settings.rows * tokens // lengths[-1], 1))
-        return replace(inputs, settings=fewer, samples={tokens: replace(sample, risk=(cut,))}, run=Run())
+        return replace(inputs, settings=fewer, samples={tokens: short}, run=Run())
 
     def pair(tokens: int) -> Callable[[], object]:
-        windows = inputs.windows(brief(tokens).samples[tokens].risk[0])
+        windows = inputs.windows(brief(tokens).samples[tokens]["risk"][0])
         return lambda: [compare(arms, one, exact_tap) for one in windows]
 
     def risk(tokens: int) -> Callable[[], object]:
@@ -62,7 +61,7 @@ def pace_of(inputs: Inputs) -> Pace:
 
     pairs, risks, priced = (seconds_at(lengths, arms.device, step) for step in (pair, risk, prices))
     passes = 1 + inputs.scoring.generates  # one for the needles
-    return Pace(pairs, {length: seconds / passes for length, seconds in risks.items()}, priced)
+    return {"pair": pairs, "risk": {length: seconds / passes for length, seconds in risks.items()}, "prices": priced}
 
 
 def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
@@ -73,8 +72,8 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
         pace = pace_of(inputs)
         inputs = replace(inputs, pace=pace)
         run.progress("estimate", 1, 1)
-        stages = pace.stages(settings, inputs.team.size)
-        run.expect(stages if run.known is None else {**stages, "risk": 0.0})
+        seconds = stages(pace, settings, inputs.team.size)
+        run.expect(seconds if run.known is None else {**seconds, "risk": 0.0})
     try:
         return _measurement(inputs, prices)
     except ValueError:  # a refusal leaves nothing behind that other arguments would have to go on with
@@ -84,8 +83,8 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
 
 
 def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
-    run, settings, kept = inputs.run, inputs.settings, None
-    tokens = [[one.tokens for one in inputs.samples[length].risk] for length in settings.lengths]
+    run, settings = inputs.run, inputs.settings
+    tokens = [[one.tokens for one in inputs.samples[length]["risk"]] for length in settings.lengths]
     identity = {
         **settings.measured(),
         "adaattn": importlib.metadata.version("adaattn-hf"),
@@ -94,9 +93,7 @@ def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
         "tokens": hashlib.sha256(repr(tokens).encode()).hexdigest(),
         "scoring": inputs.scoring.words(),
     }
-    if run.directory is not None:
-        kept = KeptMoments(run.directory / MOMENTS_FILE, json.dumps(identity, sort_keys=True), run.resume)
-    layers = observe_layers(inputs, kept)
+    layers = observe_layers(inputs)
     identity["dtype"] = layers.exact.dtype
     if run.known is not None:
         offered, usable = layers.candidates.choices, run.known.choices(layers.candidates, identity)
@@ -142,7 +139,7 @@ def measure_risks(inputs: Inputs, layers: Layers, identity: Mapping[str, Any]) -
 
 def _risks_of_sequence(inputs: Inputs, layers: Layers, length: int, number: int) -> tuple[int, Array, Array, Array]:
     """Rows, sums of risks, dropped mass and risks for retrieval; the first sequence alone is asked for needles."""
-    s, sequence = inputs.settings, inputs.samples[length].risk[number]
+    s, sequence = inputs.settings, inputs.samples[length]["risk"][number]
     # rows and labels depend only on the settings' seed and the sequence, whichever process measures it
     generator = torch.Generator().manual_seed(s.seed * 1_000_003 + length * 1009 + number)
     windows, rows = inputs.windows(sequence), 0

@@ -53,7 +53,7 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
     """Returns what the longest sequences of a calibration need, by what autograd keeps of a short one."""
     arms, settings = inputs.arms, inputs.settings
     length = settings.lengths[-1]
-    window = next_token(inputs.windows(inputs.samples[length].risk[0])[0].input_ids[:PROBE])
+    window = next_token(inputs.windows(inputs.samples[length]["risk"][0])[0].input_ids[:PROBE])
     storages: dict[int, int] = {}  # bytes by storage: what is saved twice, or is a view of weights, counts once
 
     def hold(tensor: Tensor) -> Tensor:

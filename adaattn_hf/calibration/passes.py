@@ -83,7 +83,9 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
 
     def faster(length: int, tokens: Tensor, past: Any = None) -> Benefit:
         rows, step = len(tokens), past is not None
-        inputs.refuse_late(together=False, seconds=inputs.pace.pair[length] * rows if inputs.pace and not step else 0.0)
+        inputs.refuse_late(
+            together=False, seconds=inputs.pace["pair"][length] * rows if inputs.pace and not step else 0.0
+        )
         calls = {name: partial(passed, tap, tokens, past) for name, tap in taps.items()}
         cuda = tokens.is_cuda
         first = [one for (one,) in in_turn(calls, tokens.device, 1).values()]
@@ -100,7 +102,7 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
 
     for number, (length, sample) in enumerate(inputs.samples.items()):
         inputs.run.progress("speed", number, len(inputs.samples))
-        tokens = inputs.arms.tokens(inputs.windows(sample.joint[0])[0])
+        tokens = inputs.arms.tokens(inputs.windows(sample["joint"][0])[0])
         yield faster(length, tokens.repeat(s.prompts, 1))
         if not inputs.scoring.generates or s.captured or keyword is None:
             continue
@@ -120,7 +122,7 @@ def stock_distance(inputs: Inputs) -> tuple[float, float]:
     A layer that one of them cannot compute (a softcap, say) uses the backend that is chosen for it.
     """
     arms = inputs.arms
-    tokens = inputs.windows(inputs.samples[min(inputs.samples)].joint[0])[0].input_ids[:TOKENS]
+    tokens = inputs.windows(inputs.samples[min(inputs.samples)]["joint"][0])[0].input_ids[:TOKENS]
     window = TokenWindow("", tokens, None, tokens)  # every position counts, whatever token it is to predict
 
     def by(backend: str) -> Tap:

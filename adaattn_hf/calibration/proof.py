@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from adaattn_hf.eval.arms import compare, exact_tap, stored_tap
-from adaattn_hf.eval.needles import compared, retrieved
+from adaattn_hf.eval.arms import stored_tap
+from adaattn_hf.eval.needles import compared
 from adaattn_hf.eval.windows import TokenSequence
 
-from ..attention.listeners import Tap
 from ..plans.bound_layer import BoundLayer
 from ..plans.limits import Gates, words
 from ..plans.plan import Verified
@@ -27,36 +26,39 @@ Programs = Mapping[int, BoundLayer]
 """What the layers of a plan run, by index; exact ones may be absent."""
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Evidence:
-    """Scores of held-out sequences, added up sequence by sequence.
+    """What held-out sequences show of a plan.
 
     With `apart` the loss of every source must keep the budget by itself; all else is counted over all of them.
     """
 
-    names: list[str] = field(default_factory=list)  # the document of each sequence
-    sums: list[float] = field(default_factory=list)  # of token differences, by sequence
-    tokens: list[int] = field(default_factory=list)  # scored ones, by sequence
-    kl: list[Float] = field(default_factory=list)  # of every token
-    sources: list[str] = field(default_factory=list)
-    agree: int = 0  # tokens with the same likeliest token
-    needles: list[tuple[bool, bool]] = field(default_factory=list)  # whether stock attention finds it, and the plan
+    sequences: Sequence[TokenSequence]
+    sums: Sequence[float]  # of token differences, by sequence
+    tokens: Sequence[int]  # scored ones, by sequence
+    kl: Float  # of every token
+    agree: int  # tokens with the same likeliest token
+    needles: Sequence[tuple[bool, bool]] = ()  # whether stock attention finds it, and the plan
     apart: bool = False
 
-    def add(self, name: str, scores: TokenScores, source: str = "") -> None:
-        """Adds the scores of one sequence."""
-        self.names.append(name)
-        self.sources.append(source)
-        self.sums.append(float(scores.delta[0].sum()))
-        self.tokens.append(scores.nll.shape[1])
-        self.kl.append(scores.kl[0])
-        self.agree += int(scores.agree.sum())
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[TokenSequence],
+        scores: Sequence[TokenScores],
+        needles: Sequence[tuple[bool, bool]] = (),
+        apart: bool = False,
+    ) -> Evidence:
+        """Returns what the scores of each sequence add up to."""
+        sums, tokens = [float(one.delta[0].sum()) for one in scores], [one.nll.shape[1] for one in scores]
+        whole = joined(scores)
+        return cls(sequences, sums, tokens, whole.kl[0], int(whole.agree.sum()), needles, apart)
 
     def ratio(self, source: str | None = None) -> Ratio:
         """Returns the mean loss difference with its error, clustered by document, of one source or of all."""
-        places = [place for place, its_source in enumerate(self.sources) if source in (None, its_source)]
+        places = [place for place, one in enumerate(self.sequences) if source in (None, one.source)]
         sums, tokens = [self.sums[place] for place in places], [self.tokens[place] for place in places]
-        return clustered_ratio(*clustered([self.names[place] for place in places], sums, tokens))
+        return clustered_ratio(*clustered([self.sequences[place].document for place in places], sums, tokens))
 
     def worst(self, confidence: float) -> Ratio:
         """Returns the loss difference whose upper bound decides: with `apart` that of the source with the largest.
@@ -64,46 +66,8 @@ class Evidence:
         All sources must pass, so each may be tested at the full level (an intersection-union test; Berger 1982,
         Technometrics 24).
         """
-        apart: Iterable[str | None] = dict.fromkeys(self.sources) if self.apart else (None,)
+        apart: Iterable[str | None] = dict.fromkeys(one.source for one in self.sequences) if self.apart else (None,)
         return max(map(self.ratio, apart), key=lambda one: one.upper(confidence))
-
-    def mean_kl(self) -> float:
-        """Returns the mean KL, nats/token."""
-        return float(np.concatenate(self.kl).mean())
-
-
-def gather(
-    inputs: Inputs,
-    tap: Tap,
-    sequences: Sequence[TokenSequence],
-    evidence: Evidence,
-    seed: int,
-    haystacks: int = 0,
-    step: Callable[[int], None] = lambda _: None,
-) -> Evidence:
-    """Adds the scores of held-out sequences, each of its own length, to earlier evidence on a plan; returns it.
-
-    Both arms, exact attention and the plan's `tap`, read the same tokens. Needles and masked positions are drawn by
-    `seed`; so many `haystacks` are made of the sequences, too; `step` is called with the passes done, earlier ones
-    included.
-    """
-    arms, before = inputs.arms, len(evidence.names)
-
-    def scored(sequence: TokenSequence) -> TokenScores:
-        inputs.refuse_late(together=False)
-        return joined([compare(arms, window, tap, exact) for window, exact in inputs.exact(sequence, seed)])
-
-    for sequence, score in zip(sequences, inputs.team.work(sequences, scored), strict=True):
-        evidence.add(sequence.document, score, sequence.source)
-        step(len(evidence.names))
-    generator = torch.Generator().manual_seed(seed)
-    # drawn by every process, so that all draw the same
-    made = [inputs.haystack(sequences[index % len(sequences)], generator) for index in range(haystacks)]
-    both = inputs.team.work(made, lambda one: (retrieved(arms, one, exact_tap), retrieved(arms, one, tap)))
-    for number, (stock, planned) in enumerate(both, 1):
-        evidence.needles += zip(stock, planned, strict=True)
-        step(before + len(sequences) + number)
-    return evidence
 
 
 def activation(bound_layers: Programs, heads: int, length: int, causal: bool) -> tuple[float, float]:
@@ -131,7 +95,7 @@ def judge(
 ) -> Verified:
     """Returns the verdict on the evidence of the `number`-th candidate; `confidence` is the bound's level."""
     worst, tokens = evidence.worst(confidence), sum(evidence.tokens)
-    upper, mean, tail = worst.upper(confidence), evidence.mean_kl(), np.quantile(np.concatenate(evidence.kl), 0.999)
+    upper, mean, tail = worst.upper(confidence), float(evidence.kl.mean()), np.quantile(evidence.kl, 0.999)
     top1 = evidence.agree / max(tokens, 1)
     by_stock, by_plan = np.mean(evidence.needles, axis=0).tolist() if evidence.needles else (None, None)
     verdict = Verified(
@@ -213,16 +177,18 @@ def verdict_at(
 
     `heads` are those of `activation`; the others are as in `judge`.
     """
-    s, held_out = inputs.settings, inputs.samples[length].held_out
+    s, held_out, seed = inputs.settings, inputs.samples[length]["held_out"], inputs.settings.seed + 1
     haystacks = s.haystacks if inputs.scoring.generates else 0
 
     def step(done: int) -> None:
         inputs.run.progress(f"verify {length}", done, len(held_out) + haystacks)
 
     step(0)
-    # one seed: masked positions and needles are the same for all candidates, as the text is
-    apart = Evidence(apart=inputs.other_source)
-    evidence = gather(inputs, stored_tap(plan, stored), held_out, apart, s.seed + 1, haystacks, step)
+    # one seed: masked positions and needles are the same for all candidates, as the text is, and in every process
+    generator = torch.Generator().manual_seed(seed)
+    made = [inputs.haystack(held_out[index % len(held_out)], generator) for index in range(haystacks)]
+    scores, needles = inputs.score(stored_tap(plan, stored), held_out, made, seed, step)
+    evidence = Evidence.of(held_out, scores, needles, inputs.other_source)
     share = activation(plan, heads, length, inputs.scoring.causal)
     verdict = judge(
         evidence, gates, confidence=1.0 - s.alpha, number=number, activation_share=share, predicted=predicted

@@ -9,19 +9,16 @@ every layer and step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from adaattn_hf.eval.arms import compare, exact_tap, stored_tap
-from adaattn_hf.eval.needles import compared, retrieved
+from adaattn_hf.eval.arms import stored_tap
+from adaattn_hf.eval.needles import compared
 
-from ..attention.listeners import Tap
 from ..attention.stored import CHANNELS, FORMATS
-from ..policy.knapsack import CACHE_GAP, GAP, Allocation, Array, allocate
-from ..stats.paired import TokenScores, joined
+from ..policy.knapsack import Allocation, Array
 from .layers import Measurement, Picks, bound_layers, steps_stay_exact
 
 PROTOCOL = "cache"
@@ -36,12 +33,8 @@ VISIBLE = 0.1
 
 def solve(measurement: Measurement, limit: Array, needles: Mapping[int, float] | None = None) -> Allocation:
     """Returns the cheapest allocation within a limit on risks per length; `needles` limits those for retrieval."""
-    limited = needles or {}
-    risks = np.stack([*measurement.risks(), *(measurement.state.needles[length] for length in limited)])
-    limits = np.append(limit, list(limited.values()))
-    gap, launches = (CACHE_GAP, None) if measurement.inputs.settings.with_cache else (GAP, measurement.launches)
-    allocation = allocate(measurement.costs, risks, limits, launches, gap)
-    return replace(allocation, risk=allocation.risk[: len(limit)])
+    more = [(measurement.state.needles[length], most) for length, most in (needles or {}).items()]
+    return measurement.solver().solve(limit, measurement.inputs.settings.with_cache, more)
 
 
 @dataclass(frozen=True)
@@ -67,50 +60,23 @@ class Joint:
         return max(self.added, VISIBLE * self.rounding)
 
 
-@dataclass(frozen=True, eq=False)
-class JointPasses:
-    """Measures whole plans on calibration text; `rounding` is the mean KL of two exact implementations, nats/token."""
-
-    measurement: Measurement
-    rounding: float = 0.0
-
-    def joint(self, picks: Picks, length: int, stored: str = "model") -> Joint:
-        """Returns the loss of an allocation on calibration text, over a cache of the format `stored`."""
-        inputs = self.measurement.inputs
-        tap = stored_tap(bound_layers(self.measurement, picks), stored)
-        sequences = inputs.samples[length].joint
-
-        def measured(number: int) -> tuple[TokenScores, list[tuple[bool, bool]]]:
-            inputs.refuse_late(together=False)
-            exact = inputs.exact(sequences[number])
-            score = joined([compare(inputs.arms, one, tap, state) for one, state in exact])
-            return score, self.needles(length, number, tap) if picks.any() else []
-
-        scores, needles = zip(*inputs.team.work(range(len(sequences)), measured), strict=True)
-        return Joint(
-            kl=float(np.mean([one.kl.mean() for one in scores])),
-            flips=1.0 - float(np.mean([one.agree.mean() for one in scores])),
-            kl_p999=float(np.quantile(np.concatenate([one.kl[0] for one in scores]), 0.999)),
-            delta_nll=float(np.mean([one.delta.mean() for one in scores])),
-            rounding=self.rounding,
-            needles=compared([*chain(*needles)]),
-            risk=float(self.measurement.state.needles[length][np.arange(len(picks)), picks].sum()),
-        )
-
-    def needles(self, length: int, number: int, tap: Tap) -> list[tuple[bool, bool]]:
-        """Returns for each needle in a sequence whether exact attention finds it, and whether a plan does.
-
-        The proof's text is other text, and its needles are others.
-        """
-        inputs, place = self.measurement.inputs, (length, number)
-        if not inputs.scoring.generates or number >= inputs.settings.haystacks:
-            return []
-        if place not in inputs.haystacks:
-            generator = torch.Generator().manual_seed(inputs.settings.seed)
-            haystack = inputs.haystack(inputs.samples[length].joint[number], generator)
-            inputs.haystacks[place] = haystack, retrieved(inputs.arms, haystack, exact_tap)
-        haystack, exact = inputs.haystacks[place]
-        return list(zip(exact, retrieved(inputs.arms, haystack, tap), strict=True))
+def joint(measurement: Measurement, picks: Picks, length: int, stored: str = "model") -> Joint:
+    """Returns the loss of an allocation on calibration text, over a cache of the format `stored`."""
+    inputs, s = measurement.inputs, measurement.inputs.settings
+    sequences = inputs.samples[length]["joint"]
+    # a plan's needles here are others than in the proof, whose text is other text
+    hidden = sequences[: s.haystacks] if inputs.scoring.generates and picks.any() else []
+    haystacks = [inputs.haystack(one, torch.Generator().manual_seed(s.seed)) for one in hidden]
+    scores, needles = inputs.score(stored_tap(bound_layers(measurement, picks), stored), sequences, haystacks)
+    return Joint(
+        kl=float(np.mean([one.kl.mean() for one in scores])),
+        flips=1.0 - float(np.mean([one.agree.mean() for one in scores])),
+        kl_p999=float(np.quantile(np.concatenate([one.kl[0] for one in scores]), 0.999)),
+        delta_nll=float(np.mean([one.delta.mean() for one in scores])),
+        rounding=measurement.rounding,
+        needles=compared(needles),
+        risk=float(measurement.state.needles[length][np.arange(len(picks)), picks].sum()),
+    )
 
 
 @dataclass(frozen=True)
@@ -144,13 +110,13 @@ def storages(measurement: Measurement, picks: Picks) -> dict[str, Storage]:
     }
 
 
-def roundings(passes: JointPasses) -> Losses:
+def roundings(measurement: Measurement) -> Losses:
     """Returns what every format that supports the head size loses without a plan, the smallest first."""
-    measurement, lengths = passes.measurement, passes.measurement.inputs.settings.lengths
+    lengths = measurement.inputs.settings.lengths
     none = np.zeros(len(measurement.layers.units), dtype=np.int64)
     names = sorted(storages(measurement, none).values(), key=lambda one: one.share)
     return {
-        one.stored: {length: passes.joint(none, length, one.stored).added for length in lengths}
+        one.stored: {length: joint(measurement, none, length, one.stored).added for length in lengths}
         for one in names
         if one.stored != "model"
     }

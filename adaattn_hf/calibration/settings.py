@@ -24,9 +24,10 @@ AIMS = ("prompt", "step", "memory")
 
 
 @dataclass(frozen=True)
-class Judged:
-    """By which text and limits a plan is judged; who verifies it again says so anew."""
+class CalibrationSettings:
+    """Settings of a calibration."""
 
+    # by which text and limits a plan is judged: who verifies it again says so anew
     seed: int = 0
     sequences: int = 4
     joint: int = 3
@@ -34,12 +35,7 @@ class Judged:
     top1: float = 0.0
     max_kl: float | None = None
     needles_lost: float | None = None
-
-
-@dataclass(frozen=True)
-class CalibrationSettings(Judged):
-    """Settings of a calibration."""
-
+    # what it is made by
     budget: float = 9.995003330835334e-04  # nats/token; ln(1 + b) for a relative rise b of the perplexity
     lengths: tuple[int, ...] = (4096,)
     rows: int = 256

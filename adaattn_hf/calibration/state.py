@@ -7,26 +7,22 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from adaattn_hf.eval.arms import exact_tap, layer_of
 
 from .._files import parse_json, write_atomically
 from ..attention.call import AttentionCall
-from ..attention.structure import MaskStructure
 from ..policy.candidates import Candidates
 from ..policy.knapsack import Array
 from ..stats.spectrum import Gram, gram
 
 FILE = "adaattn_calibration.partial.npz"
-MOMENTS_FILE = "adaattn_moments.partial.pt"
 RISKS_FILE = "adaattn_risks.npz"
 _PARTS = ("total", "dropped", "needles")
 """What the file calls the sums at a length."""
@@ -175,8 +171,13 @@ class CalibrationState:
                 self.fill(arrays)
                 return True
         except _BROKEN as error:
-            raise _broken(path) from error
-        raise _foreign(path)
+            raise ValueError(
+                f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew"
+            ) from error
+        raise ValueError(
+            f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted run, or "
+            "another --output-dir"
+        )
 
     def take(self, known: Known, choices: Sequence[str]) -> None:
         """Takes the risks of an earlier run, of choices that it measured."""
@@ -186,10 +187,14 @@ class CalibrationState:
             self.done[length] = known.state.done[length]
 
 
+def kept_in(directory: Path) -> Path | None:
+    """Returns the file that an interrupted calibration has kept, None where there is none."""
+    return path if (path := directory / FILE).is_file() else None
+
+
 def forget(directory: Path) -> None:
     """Removes what is kept of a calibration whose plan is written."""
-    for file in (FILE, MOMENTS_FILE):
-        (directory / file).unlink(missing_ok=True)
+    (directory / FILE).unlink(missing_ok=True)
 
 
 @dataclass
@@ -208,52 +213,3 @@ class Moments:
         self.windows[index] = call.structure.window
         self.causal.add(call.structure.causal)
         return exact_tap(module, call)
-
-
-@dataclass(frozen=True)
-class KeptMoments:
-    """The file that keeps what pass zero found, length by length; with `resume` that of an earlier run is read."""
-
-    path: Path
-    identity: str
-    resume: bool
-
-    def save(self, moments: Moments, calls: Mapping[int, Sequence[AttentionCall]]) -> None:
-        """Writes the moments, and by length the attention calls, without what their structures remember."""
-        bare = {
-            length: [replace(call, structure=call.structure.with_changes()) for call in many]
-            for length, many in calls.items()
-        }
-        buffer = io.BytesIO()
-        torch.save((self.identity, (moments, bare)), buffer)
-        write_atomically(self.path, buffer.getvalue())
-
-    def load(self, device: torch.device) -> tuple[Moments, dict[int, list[AttentionCall]]]:
-        """Reads them, empty where nothing is kept; a broken file, or another calibration's, is refused."""
-        if not (self.resume and self.path.is_file()):
-            return Moments(), {}
-        try:
-            with torch.serialization.safe_globals([AttentionCall, MaskStructure, Gram, Moments, set]):
-                identity, content = torch.load(self.path, map_location=device, weights_only=True)
-            if identity == self.identity:
-                moments, calls = content
-                return moments, calls
-        except (*_BROKEN, RuntimeError, UnpicklingError) as error:
-            raise _broken(self.path) from error
-        raise _foreign(self.path)
-
-
-def kept_in(directory: Path) -> Path | None:
-    """Returns a file that an interrupted calibration has kept, None where there is none."""
-    return next((path for path in (directory / FILE, directory / MOMENTS_FILE) if path.is_file()), None)
-
-
-def _broken(path: Path) -> ValueError:
-    return ValueError(f"resume: {path} is no whole state of a calibration; delete it, and the same command begins anew")
-
-
-def _foreign(path: Path) -> ValueError:
-    return ValueError(
-        f"resume: {path} belongs to another model, text or settings; give the arguments of the interrupted run, or "
-        "another --output-dir"
-    )

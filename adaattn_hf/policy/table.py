@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,15 +75,22 @@ class SolverTable:
         layers = np.array([layer for layer, _ in units], dtype=np.int64)
         return cls(units, choices, prices, risks, Launches(layers, launch, constant), kept)
 
-    def solve(self, budget: float, smallest: bool = False) -> Allocation:
+    def solve(
+        self, limit: Array | float, smallest: bool = False, more: Sequence[tuple[Array, float]] = ()
+    ) -> Allocation:
         """Returns the allocation of a search, for the least time or the smallest cache.
 
-        Its predicted loss is within the budget, nats/token, at every length.
+        Its predicted loss is within the limit, nats/token, of all lengths or of each `[lengths]`, and each of `more`
+        risks `[units, choices]` within its own.
         """
-        limit = np.full(len(self.risks), budget)
+        bins = len(self.risks)
+        risks = np.stack([*self.risks, *(risk for risk, _ in more)])
+        limits = np.append(np.broadcast_to(limit, bins), [most for _, most in more])
         if smallest and self.kept is not None:
-            return allocate(of_cache(self.kept), self.risks, limit, gap=CACHE_GAP)
-        return allocate(self.prices, self.risks, limit, self.launches)
+            found = allocate(of_cache(self.kept), risks, limits, gap=CACHE_GAP)
+        else:
+            found = allocate(self.prices, risks, limits, self.launches)
+        return replace(found, risk=found.risk[:bins])
 
 
 def _finite(values: Array) -> Any:

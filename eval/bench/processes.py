@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.stats.stopwatch import Elapsed
 
 from .grid import ENGINES, Cell, Grid
-from .texts import batch, cut, texts_of
 
 SCRIPT = Path(__file__).with_name("arm.py")
 ROOM = 128  # tokens behind the prompt, which the steps of a run append
@@ -67,6 +66,38 @@ class Process:
                 real = np.array(inputs["attention_mask"])[..., None]
                 outputs |= dict(zip(rows, out if out.ndim == 2 else (out * real).sum(1) / real.sum(1), strict=True))
         return torch.from_numpy(np.stack([outputs[row] for row in sorted(outputs)]))
+
+
+def texts_of(cell: Cell, recipe: Mapping[str, Any], files: Path) -> list[list[int]]:
+    """Tokens of each text: of the model's own `text` between its marks, or random."""
+    lengths = cell.lengths or [cell.keys] * cell.batch
+    if "text" not in recipe:
+        random = torch.Generator().manual_seed(0)
+        most = recipe.get("ids", 1000)
+        return [torch.randint(5, most, (n,), device="cpu", generator=random).tolist() for n in lengths]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(files)
+    text = Path(os.path.expandvars(recipe["text"])).read_text(encoding="utf-8")[: 16 * sum(lengths)]
+    ids = iter(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    first, last = ([], []) if recipe["causal"] else ([tokenizer.cls_token_id], [tokenizer.sep_token_id])
+    return [[*first, *(next(ids) for _ in range(n - len(first + last))), *last] for n in lengths]
+
+
+def cut(texts: Sequence[Sequence[int]], how: Sequence[str]) -> list[list[int]]:
+    """Rows of each batch: one of all, or the longest first, four or one text each."""
+    if not {"each text alone", "sorted into four"} & set(how):
+        return [list(range(len(texts)))]
+    order = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
+    size = -(-len(order) // 4) if "sorted into four" in how else 1
+    return [order[at : at + size] for at in range(0, len(order), size)]
+
+
+def batch(texts: Sequence[list[int]]) -> dict[str, list[list[int]]]:
+    """Padded to the longest."""
+    missing = [max(map(len, texts)) - len(ids) for ids in texts]
+    return {
+        "input_ids": [ids + [0] * more for ids, more in zip(texts, missing, strict=True)],
+        "attention_mask": [[1] * len(ids) + [0] * more for ids, more in zip(texts, missing, strict=True)],
+    }
 
 
 def process_works(cell: Cell, grid: Grid) -> Callable[[str], Process]:

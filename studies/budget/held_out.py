@@ -12,7 +12,7 @@ from adaattn_hf.policy.knapsack import shared_prices
 def scores(evidence: Evidence) -> dict[str, float]:
     """Returns means per token and the one-sided bound at 95 % of the loss, in nats/token."""
     worst, top1 = evidence.worst(0.95), evidence.agree / sum(evidence.tokens)
-    return {"delta_nll": worst.mean, "upper": worst.upper(0.95), "kl": evidence.mean_kl(), "top1": top1}
+    return {"delta_nll": worst.mean, "upper": worst.upper(0.95), "kl": float(evidence.kl.mean()), "top1": top1}
 
 
 def ratio(measurement: Measurement, picks: Picks, length: int) -> float:

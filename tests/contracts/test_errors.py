@@ -24,8 +24,8 @@ from torch import nn
 from transformers import BertForMaskedLM, BertModel
 
 import adaattn_hf
-from adaattn_cli.commands import VERIFY
-from adaattn_cli.place import Place
+from adaattn_cli.commands import CALIBRATE, VERIFY
+from adaattn_cli.place import directories, directory
 from adaattn_cli.verify import prove
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.stored import StoredKV
@@ -359,13 +359,13 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("use --from with a directory without risks", lambda: Known.read(Path("nowhere/adaattn-plan")),
          "from | does not exist | expected the directory of a plan | leave --from out"),
         ("write plans of several budgets into one model",
-         lambda: Place(in_place=True).each(str(Path()), ["0.1pct", "1pct"]),
+         lambda: directories(CALIBRATE(model=".", in_place=True, budget=("0.1%", "1%"))),
          "in_place | got 2 budgets | expected one | leave --in-place out"),
         ("give a row of text that is null", lambda: text_of({"text": None}, "data: rows.jsonl line 2"),
          "data: rows.jsonl line 2 | 'text' is null | expected a string | leave the line out"),
-        ("write a plan into a model of the Hub", lambda: Place(in_place=True).directory("owner/name"),
+        ("write a plan into a model of the Hub", lambda: directory(CALIBRATE(model="owner/name", in_place=True)),
          "in_place | got owner/name | expected the directory of a model that is yours | leave --in-place out"),
-        ("set --output-dir to the directory of the model", lambda: Place(output_dir=Path()).directory(str(Path())),
+        ("set --output-dir to the directory of the model", lambda: directory(CALIBRATE(model=".", output_dir=Path())),
          "output_dir | . is the model's own directory | expected one for the plan alone | --in-place"),
         ("verify a plan without text", lambda: prove(VERIFY(model="model"), Console()),
          "data | is absent | expected text | --data FILE"),

@@ -19,8 +19,8 @@ from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.bench import ways as ways_module
 from adaattn_hf.eval.bench.grid import read_grid
+from adaattn_hf.eval.bench.processes import cut
 from adaattn_hf.eval.bench.report import markdown
-from adaattn_hf.eval.bench.texts import cut
 from adaattn_hf.eval.bench.ways import KERNELS, ways
 from adaattn_hf.eval.timing import measure, spread
 from adaattn_hf.stats import stopwatch

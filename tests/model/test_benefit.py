@@ -20,7 +20,7 @@ from ..support.models import fresh_pair, tokens
 
 
 def bench(model: Any, length: int, *, steps: bool = False, **settings: Any) -> Any:
-    ids, sample = tokens(1, length), SimpleNamespace(joint=[None])
+    ids, sample = tokens(1, length), {"joint": [None]}
     asked = CalibrationSettings(**{"rounds": 2} | settings)
     return SimpleNamespace(
         arms=SimpleNamespace(model=model, tokens=lambda _: ids), samples={length: sample}, pace=None,

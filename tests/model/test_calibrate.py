@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrain
 
 from adaattn_cli.place import nats
 from adaattn_hf.attention.listeners import tapping
-from adaattn_hf.calibration import fisher
+from adaattn_hf.calibration import fisher, ladder, search
 from adaattn_hf.calibration import measure as measuring
 from adaattn_hf.calibration import proof as verify
 from adaattn_hf.calibration.calibrate import choose_and_verify, known
@@ -29,12 +29,12 @@ from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.layers import Measurement, observe_layers
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.memory import forecast
-from adaattn_hf.calibration.search import Joint, JointPasses
+from adaattn_hf.calibration.search import Joint
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, Known
 from adaattn_hf.eval.arms import ModelArms, compare, exact_tap
 from adaattn_hf.eval.needles import build, most, retrieved
-from adaattn_hf.eval.windows import TokenWindow, draw, next_token
+from adaattn_hf.eval.windows import TokenSequence, TokenWindow, draw, next_token
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans import store
 from adaattn_hf.plans.limits import Gates
@@ -88,12 +88,12 @@ def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM
     """Untrained heads err in step over rows, which the diagonal form leaves out: the size holds to a small factor."""
     settings = replace(SETTINGS, sequences=4, rows=LENGTH, labels=4, held_out=6)
     measurement = measure(open_inputs(model, encode, text, settings), prices=letter_prices())
-    passes, risks = JointPasses(measurement), measurement.risks()[-1].sum(axis=0)
+    risks = measurement.risks()[-1].sum(axis=0)
     labels = [choice.label for choice in measurement.layers.candidates.choices]
     places = [labels.index(label) for label in ("w64+16", "w32+16", "r16")]
     everywhere = [np.full(len(measurement.layers.units), place) for place in places]
     predicted = [float(risks[place]) for place in places]
-    measured = [passes.joint(picks, LENGTH).kl for picks in everywhere]
+    measured = [search.joint(measurement, picks, LENGTH).kl for picks in everywhere]
     for one, kl in zip(predicted, measured, strict=True):
         assert 1 / 4 < one / kl < 4, (predicted, measured)
     assert np.argsort(predicted).tolist() == np.argsort(measured).tolist()
@@ -178,8 +178,8 @@ def test_a_larger_budget_never_returns_less_than_a_smaller_one(
     )  # fmt: skip
     again = replace(measurement, inputs=measurement.inputs.with_settings(settings))
     for change in others:
-        assert known(JointPasses(again), [replace(small.plan, **change)], {}) == [], change
-    assert len(known(JointPasses(again), [small.plan], {})) == 1
+        assert known(again, [replace(small.plan, **change)], {}) == [], change
+    assert len(known(again, [small.plan], {})) == 1
 
 
 @pytest.mark.parametrize("part", ["mlp", "head", "tokens"])
@@ -285,10 +285,9 @@ def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> 
 
 def lossy(lost: Callable[[np.ndarray], int]) -> Callable[..., Joint]:
     """Measures whole plans as they are, but for the needles that picks lose of 48."""
-    real = JointPasses.joint
 
-    def joint(self: JointPasses, picks: np.ndarray, *given: Any) -> Joint:
-        return replace(real(self, picks, *given), needles=(lost(picks), 0, 48))
+    def joint(measurement: Measurement, picks: np.ndarray, *given: Any) -> Joint:
+        return replace(search.joint(measurement, picks, *given), needles=(lost(picks), 0, 48))
 
     return joint
 
@@ -302,7 +301,7 @@ def test_a_plan_that_loses_needles_is_tamed_before_its_proof(
     needles = np.full((4, len(CHOICES)), 1e-3)
     needles[2], needles[:, 0] = 1.0, 0.0
     measurement.state.needles[LENGTH] = needles
-    monkeypatch.setattr(JointPasses, "joint", lossy(lambda picks: 20 * bool(picks[2])))
+    monkeypatch.setattr(ladder, "joint", lossy(lambda picks: 20 * bool(picks[2])))
     tamed = choose_and_verify(measurement, SETTINGS)
     steps = [step["needles"] for step in tamed.report["history"] if "needles" in step]
     assert [(20, 0, 48)] in steps
@@ -313,7 +312,7 @@ def test_a_plan_that_loses_needles_is_tamed_before_its_proof(
         [True, False],
     ]
     # nothing that saves time keeps them: no text is spent on a proof
-    monkeypatch.setattr(JointPasses, "joint", lossy(lambda picks: 20))
+    monkeypatch.setattr(ladder, "joint", lossy(lambda picks: 20))
     none = choose_and_verify(measurement, SETTINGS)
     assert (none.met, [step for step in none.report["history"] if "verified" in step]) == (False, [])
     assert "keeps the needles in the calibration text; --needles allows more" in none.sentence
@@ -333,7 +332,7 @@ def test_risks_for_retrieval_that_overflow_forbid_a_choice_once_needles_are_lost
     monkeypatch.setattr(measuring, "_risks_of_window", overflown)
     measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=letter_prices())
     assert measurement.state.needles[LENGTH][2].tolist() == [0.0, *[math.inf] * (len(CHOICES) - 1)]
-    monkeypatch.setattr(JointPasses, "joint", lossy(lambda picks: 20 * bool(picks[2])))
+    monkeypatch.setattr(ladder, "joint", lossy(lambda picks: 20 * bool(picks[2])))
     tamed = choose_and_verify(measurement, SETTINGS)
     assert tamed.met, tamed.sentence
     assert [[choice.is_exact for choice in layer.choices] for layer in tamed.plan.layers][1] == [True, False]
@@ -350,7 +349,7 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
     assert (risks[2] == 0.0).all()
     assert (risks[[0, 1, 3]][:, 1:] > 0.0).all()
     picks = np.array([4, 0, 4, 4])
-    joint = JointPasses(measurement).joint(picks, LENGTH)
+    joint = search.joint(measurement, picks, LENGTH)
     assert joint.risk == pytest.approx(risks[[0, 3], 4].sum())
     kept = measure(open_inputs(deaf, encode, text, SETTINGS, directory=tmp_path, resume=True), prices=letter_prices())
     assert (kept.state.needles[LENGTH] == risks).all()
@@ -363,7 +362,9 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
 def test_needles_that_are_lost_end_the_sequence_and_say_so(
     measurement: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "retrieved", lambda arms, haystack, tap: (tap is exact_tap,) * len(haystack.answers))
+    real = verify.Evidence.of
+    lost = staticmethod(lambda read, scores, found, apart: real(read, scores, [(True, False)] * len(found), apart))
+    monkeypatch.setattr(verify.Evidence, "of", lost)
     failed = choose_and_verify(measurement, replace(SETTINGS, needles_lost=0.0))
     assert not failed.met
     assert "the first candidate failed: 2 of 2 needles are lost, more than 0; more held-out text" in failed.sentence
@@ -555,7 +556,7 @@ def test_the_peak_is_told_beforehand(text: list[Path]) -> None:
     need = forecast(inputs, layers)
     held = _held(partial(forecast, inputs, layers))
     assert held[-1] < max(held) / 100, "what it looked at is let go"
-    peak = _peak(partial(_measured, model, torch.tensor([inputs.samples[512].risk[0].tokens]), 48, 2))
+    peak = _peak(partial(_measured, model, torch.tensor([inputs.samples[512]["risk"][0].tokens]), 48, 2))
     assert 0.8 < (need.total - need.weights) / peak < 1.4, (need, peak)
     assert need.sentence(None).startswith("memory: about ")
     assert need.sentence(need.total - 1).endswith(": --lengths 256 would fit")
@@ -565,9 +566,9 @@ def test_samples_are_disjoint_and_depend_on_the_seed(text: list[Path]) -> None:
     first = draw(text, encode, 64, {"a": 3, "b": 4}, 0)
     again = draw(text, encode, 64, {"a": 3, "b": 4}, 0)
     assert first == again
-    everything = [sequence.tokens for part in first.parts.values() for sequence in part]
+    everything = [sequence.tokens for part in first[0].values() for sequence in part]
     assert len(set(everything)) == 7
-    assert draw(text, encode, 64, {"a": 3, "b": 4}, 1).parts != first.parts
+    assert draw(text, encode, 64, {"a": 3, "b": 4}, 1)[0] != first[0]
     with pytest.raises(ValueError, match="give more text"):
         draw(text, encode, 64, {"a": 10_000}, 0)
 
@@ -607,16 +608,12 @@ def test_a_key_of_two_values_may_bring_either_to_mind() -> None:
 
 
 def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
-
-    evidence = verify.Evidence()
     scores = TokenScores(np.zeros((2, 10)), np.zeros((1, 10)), np.ones((2, 10), bool), np.ones((1, 10), bool))
-
-    for index in range(4):
-        evidence.add(str(index), scores)
-    evidence.needles += [(True, True)] * 8
+    read = [TokenSequence(str(index), ()) for index in range(4)]
+    evidence = verify.Evidence.of(read, [scores] * 4, [(True, True)] * 8)
     kwargs: dict[str, Any] = {"confidence": 0.95, "number": 1, "activation_share": (1.0, 1.0), "predicted": 0.0}
     assert verify.judge(evidence, Gates(1e-3), **kwargs).passed
-    evidence.needles += [*[(True, False)] * 6, *[(True, True)] * 2]
+    evidence = replace(evidence, needles=[*[(True, True)] * 10, *[(True, False)] * 6])
     verdict = verify.judge(evidence, Gates(1e-3), **kwargs)
     assert not verdict.passed
     assert "6 of 16 needles are lost" in verdict.sentence

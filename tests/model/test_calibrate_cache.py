@@ -15,11 +15,11 @@ from adaattn_cli.pictures.grid import notes
 from adaattn_cli.pictures.page import explorer
 from adaattn_hf.attention.listeners import listening, tapping
 from adaattn_hf.calibration.calibrate import choose_and_verify
-from adaattn_hf.calibration.ladder import Ladder, ladder
+from adaattn_hf.calibration.ladder import Candidate, ladder
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.passes import stock_distance
-from adaattn_hf.calibration.search import JointPasses, roundings, solve, storages
+from adaattn_hf.calibration.search import roundings, solve, storages
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.eval.arms import FIRST, stored_tap
 from adaattn_hf.eval.objectives import MaskedTokens
@@ -28,6 +28,7 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates, unproven
 from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.policy.knapsack import of_cache
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.policy.table import SolverTable
 
@@ -138,9 +139,10 @@ def test_the_search_makes_tokens_few_by_windows_alone(text: list[Path]) -> None:
     measurement = measure(open_inputs(lettered_llama(), encode, text, settings), prices=flat("w32+16", "w96+16"))
     choices = measurement.layers.candidates.choices
     assert [choice.label for choice in choices] == ["exact", "w32+16", "w96+16"]
-    assert measurement.costs.tolist() == [[192.0, 48.0, 112.0]] * 4
+    assert of_cache(measurement.kept_tokens).tolist() == [[192.0, 48.0, 112.0]] * 4
     own = replace(measurement.layers, windows={0: 100, 1: None})
-    sliding = replace(measurement, layers=own).costs  # such a layer keeps its own window, whatever a plan says
+    # such a layer keeps its own window, whatever a plan says
+    sliding = of_cache(replace(measurement, layers=own).kept_tokens)
     assert sliding.tolist() == [[99.0, math.inf, math.inf]] * 2 + [[192.0, 48.0, 112.0]] * 2
     no_time = choose_and_verify(measurement)  # by the prices there is nothing to gain
     assert no_time.met
@@ -166,18 +168,18 @@ def flat(*labels: str) -> PriceTable:
     return price_table(MEMORY.lengths[0], dict.fromkeys(("exact", *labels), 1.0))
 
 
-def steps(measured: Measurement, **changes: Any) -> Ladder:
+def steps(measured: Measurement, **changes: Any) -> tuple[list[Candidate], Gates, bool]:
     inputs = measured.inputs.with_settings(replace(MEMORY, **changes))
-    (rounding, flips), own = stock_distance(inputs), replace(measured, inputs=inputs)
-    passes = JointPasses(own, rounding)
-    return ladder(passes, roundings(passes), Gates(inputs.settings.budget, rounding=rounding), flips, [])
+    rounding, flips = stock_distance(inputs)
+    own = replace(measured, inputs=inputs, rounding=rounding)
+    return ladder(own, roundings(own), Gates(inputs.settings.budget, rounding=rounding), flips, [])
 
 
 def test_candidates_are_the_smallest_caches_within_their_share_whatever_their_format(measured: Measurement) -> None:
     length = MEMORY.lengths[0]
-    costs = {stored: kl[length] for stored, kl in roundings(JointPasses(measured)).items()}
+    costs = {stored: kl[length] for stored, kl in roundings(measured).items()}
     assert costs["k8v4"] > 1.5e-3 > costs["int8"] > 0
-    tight, wide = steps(measured, budget=1.5e-3).candidates, steps(measured).candidates
+    tight, wide = steps(measured, budget=1.5e-3)[0], steps(measured)[0]
     assert {one.way.stored for one in tight} <= {"model", "int8"}
     assert wide[-1].way.stored == "k8v4"
     for many in (tight, wide):
@@ -185,7 +187,7 @@ def test_candidates_are_the_smallest_caches_within_their_share_whatever_their_fo
         assert shares == sorted(set(shares), reverse=True), "by bytes"
         for one in many:
             assert one.added(length) >= costs.get(one.way.stored, 0.0)
-    (asked,) = steps(measured, kv_bytes=0.9).candidates
+    (asked,) = steps(measured, kv_bytes=0.9)[0]
     assert asked.way.stored == "model", "numbers reach it, and no more is asked for"
     result = found(measured, budget=1.5e-3)
     assert result.plan.protocol["cache"]["stored"] == tight[-1].way.stored
@@ -201,7 +203,7 @@ def test_a_format_that_held_out_text_refuses_ends_the_sequence(
         return tap if stored == "model" else lambda module, call: -3.0 * tap(module, call)
 
     monkeypatch.setattr("adaattn_hf.calibration.proof.stored_tap", worse)
-    candidates = steps(measured).candidates
+    candidates = steps(measured)[0]
     first = next(at for at, one in enumerate(candidates) if one.way.stored != "model")
     result = found(measured)
     judged = [step for step in result.report["history"] if "verified" in step]

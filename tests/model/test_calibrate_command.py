@@ -22,13 +22,13 @@ from typer.testing import Result
 import adaattn_hf
 from adaattn_cli.commands import CALIBRATE
 from adaattn_cli.job import STAGES, Job, out_of_memory, outlook
-from adaattn_cli.place import Place
+from adaattn_cli.place import directory
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration import fisher, inputs, layers, pricing, search
+from adaattn_hf.calibration import fisher, inputs, layers, pricing
 from adaattn_hf.calibration.inputs import seconds_at
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.state import FILE, MOMENTS_FILE, RISKS_FILE, CalibrationState
+from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
 from adaattn_hf.eval import arms, team
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.eval.progress import Display, shown_progress
@@ -361,7 +361,7 @@ def test_a_model_is_not_changed_and_the_plan_goes_where_it_is_said_first(
     says = f"a plan of model; {demo_model_path('gpt2').name} is another model (model type llama there, gpt2 here)"
     refused = run(demo_model_path("gpt2"), "--budget", "1%", place="", code=2, says=says)
     assert "will be written" not in refused.output
-    assert Place().directory(None) == Path("adaattn-plan-demo"), "that of the packaged model is out of the way"
+    assert directory(CALIBRATE()) == Path("adaattn-plan-demo"), "that of the packaged model is out of the way"
 
 
 def test_a_model_is_written_to_only_where_that_was_said(model: Path, run: Run, material: tuple[str, str]) -> None:
@@ -431,10 +431,10 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
 
 
 @pytest.mark.parametrize(("where", "doing", "measured"), [
-    ("calibration.layers.score_factors", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
+    ("calibration.measure.forecast", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
     ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
-    ("calibration.search.compare", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
-    ("calibration.proof.compare", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
+    ("calibration.ladder.joint", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
+    ("calibration.proof.stored_tap", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
 ])  # fmt: skip
 def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
     model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -448,8 +448,8 @@ def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
     with monkeypatch.context() as planted:
         planted.setattr(f"adaattn_hf.{where}", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
         done = run(model, *words, priced=False, code=6, says=(doing, "what would fit: "))
-    file = MOMENTS_FILE if measured[0] else FILE
-    assert f"kept in {tmp_path / 'plan' / file}: the same command with --resume goes on" in done.stderr
+    kept = f"kept in {tmp_path / 'plan' / FILE}: the same command with --resume goes on"
+    assert ("nothing was finished before it" if measured[0] else kept) in done.stderr
     calls.reset_mock()
     priced.reset_mock()
     run(model, *words, "--resume", priced=False)
@@ -676,7 +676,7 @@ def test_what_is_foretold_is_told_before_the_first_pass(model: Path, run: Run, t
     assert told < kept < said.index("reading each layer: done")
 
 
-def test_moments_are_kept_as_they_are_made_and_said_to_be_kept_only_then(
+def test_risks_are_kept_as_they_are_measured_and_said_to_be_kept_only_then(
     model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, size = tmp_path / "plan", SIZE.replace(f"--lengths {LENGTH}", f"--lengths 160,{LENGTH}")
@@ -689,21 +689,17 @@ def test_moments_are_kept_as_they_are_made_and_said_to_be_kept_only_then(
         go(code=130, says="nothing was measured yet, so nothing is kept")
     assert not plan.exists()
     with monkeypatch.context() as planted:
-        planted.setattr(layers, "_calls", failing(layers._calls, 2, KeyboardInterrupt()))
+        planted.setattr(fisher, "measure", failing(fisher.measure, 3, KeyboardInterrupt()))
         go(code=130, says=f"what is measured is kept in {plan}; the same command with --resume goes on")
     go(code=2, says="is an interrupted calibration; pass --resume")
     go("--seed", "1", "--resume", code=2, says="belongs to another model, text or settings")
-    observed = Mock(side_effect=layers._calls)
-    with monkeypatch.context() as planted:
-        planted.setattr(layers, "_calls", observed)
-        go("--resume")
-    assert [length for (_, _, length), _ in observed.call_args_list] == [LENGTH]
+    go("--resume")
     assert not list(plan.glob("*partial*"))
     go(to=tmp_path / "whole")
     with np.load(plan / RISKS_FILE) as resumed, np.load(tmp_path / "whole" / RISKS_FILE) as whole:
         for name in (f"{part}.{length}" for part in ("total", "dropped") for length in (160, LENGTH)):
             assert np.array_equal(resumed[name], whole[name])
-    (plan / MOMENTS_FILE).write_bytes(b"no state")
+    (plan / FILE).write_bytes(b"no state")
     go("--resume", code=2, says="is no whole state of a calibration; delete it")
 
 
@@ -718,7 +714,7 @@ def test_minutes_bound_the_whole_and_keep_what_is_measured(
     monkeypatch.setattr(fisher, "measure", late(fisher.measure, 1))
     run(model, *words, code=4, says="30 minutes are over")
     monkeypatch.setattr(inputs.Inputs, "left", left)
-    monkeypatch.setattr(search, "compare", late(arms.compare, 1))
+    monkeypatch.setattr(inputs, "compare", late(arms.compare, 1))
     done = run(model, *words, "--resume", code=BUDGET_NOT_MET, says="30 minutes are over; the plan is exact")
     assert "verify" not in done.output
 

@@ -185,7 +185,7 @@ def test_the_risk_of_single_heads_is_their_measured_kl(
     measured = measure(open_inputs(model, encode, text, settings, scoring=scoring), prices=prices())
     risks = measured.risks()[0][:, 1]
     heads = np.argsort(-risks)[[0, 3]]
-    sequences = measured.inputs.samples[LENGTH].held_out[:5]
+    sequences = measured.inputs.samples[LENGTH]["held_out"][:5]
     for unit in heads:
         layer, head = measured.layers.units[unit]
         tap = plan_tap({layer: _bound_layer(layer, make_choice("window", 32, 16), only=head)})

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from adaattn_cli.pictures.page import explorer
-from adaattn_hf.calibration.assemble import solver_table
 from adaattn_hf.calibration.calibrate import choose_and_verify
 from adaattn_hf.calibration.layers import Measurement, picks_of
 from adaattn_hf.calibration.measure import measure
@@ -82,14 +81,14 @@ def test_the_heading_names_the_model(directory: Path) -> None:
 
 
 def test_presets_that_may_spend_more_buy_more(made: tuple[Measurement, Calibration]) -> None:
-    table = solver_table(made[0], np.ones(1))
+    table = made[0].solver(np.ones(1))
     found = [table.solve(math.log1p(load_preset(name).budget or 0.0)) for name in ("exact", "balanced", "fast")]
     assert not found[0].picks.any()
     assert found[0].price > found[1].price > found[2].price
 
 
 def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurement, Calibration]) -> None:
-    table = solver_table(made[0], np.ones(1))
+    table = made[0].solver(np.ones(1))
     table.prices[0, 1] = np.inf
     data = json.loads(json.dumps(table.to_dict()))
     again = SolverTable.from_dict(data)

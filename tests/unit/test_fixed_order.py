@@ -40,30 +40,31 @@ def test_the_last_candidate_before_the_first_failure_is_returned() -> None:
 
 def climbed(
     monkeypatch: pytest.MonkeyPatch, gates: Gates, kl_of: Any, needles: Any = lambda aimed: (0, 0, 0), **settings: Any
-) -> steps.Ladder:
+) -> tuple[list[steps.Candidate], Gates, bool]:
     """The ladder of a model whose plans have a KL `kl_of` what is aimed at, and cost less the more is."""
 
     def solve(measurement: Any, limit: Any, tamed: Any) -> Allocation:
         aimed = min(float(limit[0]), *(tamed.values() or [np.inf]), np.inf)
         return Allocation(np.array([round(aimed * 1e12)]), -aimed, np.array([aimed]))
 
-    def joint(picks: Any, length: int) -> Joint:
+    def joint(measurement: Any, picks: Any, length: int) -> Joint:
         aimed = picks[0] * 1e-12
         kl = gates.rounding + kl_of(aimed)
         return Joint(kl, 0.6 * np.sqrt(max(kl, 0.0)), 30 * kl, 0.0, gates.rounding, needles(aimed), aimed)
 
     monkeypatch.setattr(search, "solve", solve)
+    monkeypatch.setattr(steps, "joint", joint)
     known = {"lengths": (LENGTH,), "aim": "prompt", "with_cache": False, "kv_bytes": None, **settings}
     inputs = SimpleNamespace(settings=SimpleNamespace(**known), run=Run(), refuse_late=lambda: None)
-    passes: Any = SimpleNamespace(measurement=SimpleNamespace(inputs=inputs), joint=joint)
-    return ladder(passes, {}, gates, 0.0, [])
+    measurement: Any = SimpleNamespace(inputs=inputs)
+    return ladder(measurement, {}, gates, 0.0, [])
 
 
 @pytest.mark.parametrize("slope", [0.2, 1.0, 5.0])
 def test_candidates_are_at_the_shares_of_the_budget_whatever_risks_foretell(
     monkeypatch: pytest.MonkeyPatch, slope: float
 ) -> None:
-    found = climbed(monkeypatch, Gates(1e-3), lambda aimed: slope * aimed).candidates
+    found = climbed(monkeypatch, Gates(1e-3), lambda aimed: slope * aimed)[0]
     shares = [one.joint[LENGTH].kl / 1e-3 for one in found]
     assert shares == sorted(shares)
     for share in SHARES:
@@ -82,14 +83,14 @@ def test_candidates_stay_within_the_budget_whatever_rounding_hides(
     monkeypatch: pytest.MonkeyPatch, rounding: float, slope: float, beside: float
 ) -> None:
     """Plans whose KL is a multiple of what is predicted, beside what two exact kernels lie apart on this text."""
-    found = climbed(monkeypatch, Gates(1e-4, rounding=rounding), lambda aimed: beside + slope * aimed).candidates
+    found = climbed(monkeypatch, Gates(1e-4, rounding=rounding), lambda aimed: beside + slope * aimed)[0]
     assert found
     assert max(one.added(LENGTH) for one in found) <= 1e-4
 
 
 def test_limits_that_the_user_sets_lower_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
     def most(gates: Gates) -> float:
-        return max(one.added(LENGTH) for one in climbed(monkeypatch, gates, lambda aimed: aimed).candidates)
+        return max(one.added(LENGTH) for one in climbed(monkeypatch, gates, lambda aimed: aimed)[0])
 
     assert most(Gates(1e-3)) == pytest.approx(0.9e-3, rel=1e-3)
     assert most(Gates(1e-3, max_kl=1e-4)) == pytest.approx(0.9e-4, rel=1e-3)
@@ -99,11 +100,11 @@ def test_limits_that_the_user_sets_lower_the_ladder(monkeypatch: pytest.MonkeyPa
 
 
 def test_plans_that_lose_needles_are_no_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = climbed(monkeypatch, Gates(1e-3), lambda aimed: aimed, lambda aimed: (20 * (aimed > 2e-4), 0, 48))
-    assert {one.joint[LENGTH].needles for one in found.candidates} == {(0, 0, 48)}
-    assert max(one.added(LENGTH) for one in found.candidates) > 0.5e-4
-    none = climbed(monkeypatch, Gates(1e-3), lambda aimed: aimed, lambda aimed: (20, 0, 48))
-    assert (none.candidates, none.forgetful) == ((), True)
+    found, *_ = climbed(monkeypatch, Gates(1e-3), lambda aimed: aimed, lambda aimed: (20 * (aimed > 2e-4), 0, 48))
+    assert {one.joint[LENGTH].needles for one in found} == {(0, 0, 48)}
+    assert max(one.added(LENGTH) for one in found) > 0.5e-4
+    none, _, forgetful = climbed(monkeypatch, Gates(1e-3), lambda aimed: aimed, lambda aimed: (20, 0, 48))
+    assert (none, forgetful) == ([], True)
 
 
 def test_a_plan_that_adds_less_than_rounding_can_tell_is_not_taken_to_add_nothing() -> None:

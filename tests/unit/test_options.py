@@ -23,7 +23,6 @@ from adaattn_cli.commands import (
     OBJECTIVES,
     PADDINGS,
     RECIPES,
-    VERIFY,
 )  # fmt: skip
 from adaattn_cli.options import FAMILIES, Command, Done, Option, Options, argument, words
 from adaattn_hf.attention.stored import FORMATS
@@ -123,7 +122,7 @@ def test_every_option_has_a_help() -> None:
 
 
 SETTINGS: list[tuple[Command, Any]] = [
-    (EVAL, evaluation.Settings), (CALIBRATE, calibration.CalibrationSettings), (VERIFY, calibration.Judged),
+    (EVAL, evaluation.Settings), (CALIBRATE, calibration.CalibrationSettings),
 ]  # fmt: skip
 BOUND_LAYERS = {"haystacks", "needles", "windows", "alpha", "rounds"}
 """Settings of a calibration that are no options."""

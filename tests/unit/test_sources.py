@@ -20,14 +20,10 @@ BUDGET, LEVEL, EACH = 1e-3, 0.05, 12
 
 
 def evidence(means: tuple[float, float], random: np.random.Generator, *, apart: bool) -> Evidence:
-    found = Evidence(apart=apart)
-    for source, mean in zip("ab", means, strict=True):
-        for place in range(EACH):
-            found.names.append(f"{source}{place}")
-            found.sources.append(source)
-            found.tokens.append(1000)
-            found.sums.append(1000 * (mean + 3e-4 * random.standard_t(5)))
-    return found
+    both = [(source, mean, place) for source, mean in zip("ab", means, strict=True) for place in range(EACH)]
+    read = [TokenSequence(f"{source}{place}", (), source) for source, _, place in both]
+    sums = [1000 * (mean + 3e-4 * random.standard_t(5)) for _, mean, _ in both]
+    return Evidence(read, sums, [1000] * len(read), np.zeros(1), 0, apart=apart)
 
 
 def passes(means: tuple[float, float], *, apart: bool, draws: int = 2000) -> float:
@@ -45,7 +41,8 @@ def test_a_plan_that_breaks_the_budget_on_one_source_hardly_ever_passes() -> Non
 
 def test_the_bound_is_that_of_the_worst_source() -> None:
     both = evidence((0.0, 1e-3), np.random.default_rng(1), apart=True)
-    alone = Evidence(**{name: getattr(both, name)[EACH:] for name in ("names", "sums", "tokens", "sources")})
+    later = {name: getattr(both, name)[EACH:] for name in ("sequences", "sums", "tokens")}
+    alone = replace(both, **later, apart=False)
     assert both.worst(0.95) == alone.worst(0.95)
 
 
@@ -55,9 +52,9 @@ def test_held_out_sequences_take_turns_as_long_as_every_source_has_one(tmp_path:
         (tmp_path / f"{name}.jsonl").write_text(record * pages, encoding="utf-8")
     paths = [tmp_path / "long.jsonl", tmp_path / "short.jsonl"]
     settings = CalibrationSettings(lengths=(64,), sequences=1, joint=1, held_out=8)
-    sample = _draw(paths[:1], paths, lambda text: [1] * len(text), 64, settings)
+    parts, _ = _draw(paths[:1], paths, lambda text: [1] * len(text), 64, settings)
     long, short = map(str, paths)
-    assert [one.source for one in sample.parts["held_out"]] == [long, short] * 3
+    assert [one.source for one in parts["held_out"]] == [long, short] * 3
     few = [TokenSequence("d", (1,), long)] * 4 + [TokenSequence("d", (1,), short)]
     with pytest.raises(ValueError, match=r"short\.jsonl holds 1 sequences of 64 tokens, expected at least 2"):
         each_source(few, paths, 64, "verify_data")
@@ -69,10 +66,10 @@ def test_two_sources_of_one_name_are_two(tmp_path: Path) -> None:
     for path in paths:
         path.parent.mkdir()
         path.write_text(path.parent.name * 100, encoding="utf-8")
-    held = draw(paths, encode, 32, {"held_out": 4}, 0).parts["held_out"]
+    held = draw(paths, encode, 32, {"held_out": 4}, 0)[0]["held_out"]
     assert [one.source for one in each_source(held, paths, 32, "verify_data")] == [*map(str, paths)] * 2
-    evidence = Evidence(apart=True, sources=[one.source for one in held], names=list("abcd"), tokens=[1000] * 4)
-    evidence.sums = [0.0, 2.0, 0.0, 2.0]
+    apart = [replace(one, document=name) for one, name in zip(held, "abcd", strict=True)]
+    evidence = Evidence(apart, [0.0, 2.0, 0.0, 2.0], [1000] * 4, np.zeros(1), 0, apart=True)
     assert evidence.worst(0.95).mean == pytest.approx(2e-3), "the worse of both, not their mean"
 
 
@@ -85,7 +82,7 @@ def test_every_look_has_two_sequences_of_every_source(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="held_out is 5 for 3 sources of verify_data, expected at least 6"):
         _draw(paths[:1], paths[1:], encode, 64, settings)
     inputs = open_inputs(lettered_llama(1), encode, paths[:1], replace(settings, held_out=6), verify_data=paths[1:])
-    held = [one.source for one in inputs.samples[64].held_out]
+    held = [one.source for one in inputs.samples[64]["held_out"]]
     assert inputs.sources == 3
     for start in range(len(held) - 5):
         shard = held[start : start + 6]
@@ -139,7 +136,7 @@ def test_text_that_one_length_is_proved_on_was_not_used_for_another(tmp_path: Pa
     settings = CalibrationSettings(lengths=lengths, sequences=2, joint=2, held_out=8)
     samples = open_inputs(lettered_llama(1), encode, [book], settings).samples
     for use in ("risk", "joint", "held_out"):
-        longest = [one.tokens for one in getattr(samples[lengths[-1]], use)]
+        longest = [one.tokens for one in samples[lengths[-1]][use]]
         assert len(set(longest)) == len(longest) >= 2
         for length in lengths:
-            assert [one.tokens for one in getattr(samples[length], use)] == [one[:length] for one in longest]
+            assert [one.tokens for one in samples[length][use]] == [one[:length] for one in longest]
