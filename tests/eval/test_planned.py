@@ -14,13 +14,12 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import report, runner, tasks
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
-from adaattn_hf.patches.plans import attach, hashes
-from adaattn_hf.patches.plans.configured import computes_by
-from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
+from adaattn_hf.patches.plans import attach
+from adaattn_hf.plans.plan import EXACT, Plan
 
 from ..support.choices import make_choice
 from ..support.command import adaattn
+from ..support.plans import plan_for
 from ..support.warm import AS_A_MODULE, WarmInterpreter
 from .conftest import OWN_PAGES, PAGES
 
@@ -28,14 +27,7 @@ WINDOW = 8
 
 
 def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
-    module = dict(attention_modules(loaded.model, "llama"))[1]
-    layer = LayerPlan(1, hashes.weight_hash(module), (make_choice("window", window), EXACT))
-    verified = Verified(True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed")
-    return Plan(
-        PLAN_FORMAT, "llama", hashes.model_hash(loaded.model), computes_by(loaded.model.config), loaded.dtype, "0.1.0",
-        "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
-        {}, (64, 128), (layer,), (), verified, "", (),
-    )  # fmt: skip
+    return plan_for(loaded.model, {1: (make_choice("window", window), EXACT)}, lengths=(64, 128))
 
 
 @pytest.fixture

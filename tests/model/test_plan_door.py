@@ -18,7 +18,7 @@ from adaattn_hf.patches.plans.bound import State, bound_plan
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
-from ..support.models import checkpointed, fresh_pair, logits
+from ..support.models import fresh_pair, logits
 from ..support.plans import give, plan_for, said, stepped
 
 Change = Callable[[Any], Any]
@@ -250,15 +250,6 @@ def test_a_layer_that_is_computed_again_for_gradients_is_served() -> None:
         checkpoint(run, hidden, use_reentrant=reentrant).sum().backward()
     assert hidden.grad is not None
     assert torch.isfinite(hidden.grad).all()
-
-
-def test_a_copy_of_a_trained_model_is_trained_with_checkpoints() -> None:
-    twin = copy.deepcopy(stepped(planned()))
-    checkpointed(twin, reentrant=False)
-    stepped(twin)
-    bound = bound_plan(twin)
-    assert bound is not None
-    assert bound.state is State.TRAINED
 
 
 def test_a_stage_of_a_pipeline_runs_its_layers_and_a_model_that_lost_some_does_not() -> None:

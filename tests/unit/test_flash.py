@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.call import AttentionCall, AttentionResult
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, SINKS, WINDOW, WINDOW_SINKS, CallKind
+from adaattn_hf.attention.reference import ReferenceResult
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
@@ -27,7 +28,7 @@ from adaattn_hf.backends.triton import TritonBackend
 from ..support.calls import attended
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, kw: dict[str, Any], endless: int | None = -1) -> AttentionResult:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, kw: dict[str, Any], endless: int | None = -1) -> ReferenceResult:
     """The package's mathematics on `[batch, length, heads, head_dim]`: the last query stands at the last key."""
     left, right = kw["window_size"]
     assert right == (0 if left != endless and kw["causal"] else left)
@@ -223,15 +224,12 @@ def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_tor
     assert not TritonBackend().refusals(plain)
 
 
-def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:
-    holes = torch.tensor([[True, False, True, True]])
-    call = make(MaskStructure(1, 4, 4, causal=True, key_padding=holes))
-    with pytest.raises(ValueError, match="holes"):
-        attended(backend, call)
-
-
-def test_queries_behind_their_last_key_under_a_window_are_an_error(backend: FlashBackend) -> None:
-    short = torch.tensor([[True, True, False, False]])
-    call = make(MaskStructure(1, 4, 4, causal=True, window=2, key_padding=short))
-    with pytest.raises(ValueError, match="last key"):
+@pytest.mark.parametrize(("padding", "rules", "said"), [
+    ([True, False, True, True], {}, "holes"), ([True, True, False, False], {"window": 2}, "last key"),
+])  # fmt: skip
+def test_padding_that_packed_kernels_cannot_say_is_an_error(
+    backend: FlashBackend, padding: list[bool], rules: dict[str, int], said: str
+) -> None:
+    call = make(MaskStructure(1, 4, 4, causal=True, key_padding=torch.tensor([padding]), **rules))
+    with pytest.raises(ValueError, match=said):
         attended(backend, call)

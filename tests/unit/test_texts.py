@@ -58,16 +58,6 @@ def test_a_directory_is_read_alike_with_those_below_it(tmp_path: Path) -> None:
     assert names == [str(tmp_path / name) for name in documents], "files of one name are two documents"
 
 
-@pytest.mark.parametrize("name", ["old.txt", "old.jsonl"])
-def test_other_encodings_are_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
-    """Not read with marks in the place of what is not understood: a plan would be proved on other text."""
-    path = tmp_path / name
-    path.write_bytes('{"text": "caf\u00e9"}\n'.encode("latin-1"))
-    for read, error in ((calibrated, ValueError), (evaluated, DataUnavailable)):
-        with pytest.raises(error, match=rf"cannot read .*{name} as UTF-8 text .*iconv"):
-            read(path)
-
-
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("null.jsonl", b'{"text": "one"}\n{"text": null}\n', r"null\.jsonl.*field 'text' is null, expected a string"),
     ("number.jsonl", b'{"text": 7}\n', "field 'text' is a number, expected a string"),
@@ -87,6 +77,8 @@ def test_other_encodings_are_refused_with_the_remedy(tmp_path: Path, name: str) 
     ("model.bin", bytes(64), "is a binary file"),
     ("late.txt", b"one " * CHARS + b"\0", "holds zero bytes"),
     ("rows.tsv", b"text\tlabel\none\t1\n", "is a table, expected plain text or a .jsonl"),
+    ("old.txt", "caf\u00e9".encode("latin-1"), r"cannot read .*old\.txt as UTF-8 text .*iconv"),
+    ("old.jsonl", '{"text": "caf\u00e9"}'.encode("latin-1"), r"cannot read .*old\.jsonl as UTF-8 text .*iconv"),
 ])  # fmt: skip
 def test_what_is_no_plain_text_is_refused_with_the_way_to_make_it_so(
     tmp_path: Path, name: str, content: bytes, words: str
