@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,8 +188,13 @@ def test_a_model_that_is_loaded_under_the_command_is_bound_and_can_be_unbound(ll
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("given", [True, False])
-def test_an_engine_that_is_started_under_the_command_runs_the_plan(llama: Path, tmp_path: Path, given: bool) -> None:
+def test_an_engine_that_is_started_under_the_command_runs_the_plan(
+    llama: Path, tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program names no attention and opens no block; what it sets in the engine's configuration stays."""
+    psutil = pytest.importorskip("psutil")
+    held = psutil.Process().memory_info().rss  # what is free beside it is what the engine takes, if nothing is set
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=held + (2 << 30), available=2 << 30))
     plan = Plan.from_pretrained(kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW))
     program = transformers.AutoModelForCausalLM
     settings = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
