@@ -4,6 +4,7 @@ The messages themselves are recorded in docs/errors.md.
 """
 
 import copy
+import functools
 import os
 import re
 import tempfile
@@ -377,6 +378,7 @@ CASES: dict[str, tuple[Case, ...]] = {
 """By part of the page: what you do, how, and what the message says: argument, what came, what was expected, remedy."""
 
 
+@functools.cache
 def error_of(call: Callable[[], Any]) -> Exception:
     with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
         call()

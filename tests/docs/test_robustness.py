@@ -1,6 +1,7 @@
 """The page of faults names tests that exist, and every fault that was found."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -10,14 +11,14 @@ SECOND = [*(f"A{number}" for number in range(1, 13)), *(f"B{number}" for number 
 """Rows of the second attack."""
 
 
+@functools.cache
+def functions_of(path: Path) -> set[str]:
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
 def missing(page: str, root: Path) -> list[str]:
-    lost = []
-    for file, name in NAMED.findall(page):
-        path = root / file
-        tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.parse("")
-        if not any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body):
-            lost.append(f"{file}::{name}")
-    return lost
+    return [f"{file}::{name}" for file, name in NAMED.findall(page) if name not in functions_of(root / file)]
 
 
 def test_every_fault_has_a_test_that_exists(checkout: Path) -> None:

@@ -83,11 +83,16 @@ def test_a_bad_place_is_told_first(llama: Path, texts: Path, tmp_path: Path, mon
         evaluate(*words, code=2, says=("output_dir: results/eval/", "give a directory that can be written"))
 
 
-def test_an_interruption_can_go_on(llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_polite_kill_interrupts_can_go_on(
+    llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = (llama, "--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16, "--output-dir", tmp_path)
+    before, killed = signal.getsignal(signal.SIGTERM), lambda: signal.raise_signal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "forward", failing(scoring.forward, 9, KeyboardInterrupt()))
+        patch.setattr(scoring, "forward", failing(scoring.forward, 9, killed))
         evaluate(*arguments, code=130, says=f"--resume --output-dir {tmp_path}")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len((tmp_path / "wikitext" / "journal.jsonl").read_bytes().splitlines()) > 1
     evaluate(*arguments, code=5)
     evaluate(*arguments, "--resume")
     assert report_of(tmp_path, "wikitext")["quality"]["arms"][0]["tokens"] > 100
@@ -218,16 +223,6 @@ def test_the_script_in_the_checkout_is_the_command(
     done = interpreter.run(code, tmp_path, str(llama), *data, "--quiet")
     assert done.returncode == 0, done.stderr
     assert report_of(tmp_path, "wikitext")["data"]["documents"] == 1
-
-
-def test_a_polite_kill_interrupts(llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = failing(scoring.forward, 6, lambda: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(scoring, "forward", killed)
-    before = signal.getsignal(signal.SIGTERM)
-    data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16)
-    evaluate(llama, *data, "--output-dir", tmp_path, code=130)
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert len((tmp_path / "wikitext" / "journal.jsonl").read_bytes().splitlines()) > 1
 
 
 def test_a_masked_model_says_last_words(bert: Path, texts: Path, tmp_path: Path) -> None:

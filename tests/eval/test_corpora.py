@@ -46,14 +46,6 @@ def test_lambada_from_a_file(tmp_path: Path, texts: Path, form: str) -> None:
     assert [d.text for d in corpus.documents] == list(PASSAGES)
 
 
-def test_a_directory_of_texts(texts: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("first text", encoding="utf-8")
-    (tmp_path / "b.md").write_text("second text", encoding="utf-8")
-    (tmp_path / "ignored.bin").write_bytes(b"\xff")
-    corpus = corpora.load(str(tmp_path))
-    assert [d.text for d in corpus.documents] == ["first text", "second text"]
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     known: dict[str, Any] = {}

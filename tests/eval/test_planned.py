@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,12 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.eval import report, runner, tasks
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
-from adaattn_hf.patches.plans import attach, hashes
-from adaattn_hf.patches.plans.configured import computes_by
-from adaattn_hf.patches.plans.layers import attention_modules
-from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan, Verified
+from adaattn_hf.patches.plans import attach
+from adaattn_hf.plans.plan import EXACT, Plan
 
 from ..support.choices import make_choice
 from ..support.command import adaattn
+from ..support.plans import plan_for
 from ..support.warm import AS_A_MODULE, WarmInterpreter
 from .conftest import OWN_PAGES, PAGES
 
@@ -28,14 +28,7 @@ WINDOW = 8
 
 
 def plan_of(loaded: checkpoint.Checkpoint, window: int = WINDOW) -> Plan:
-    module = dict(attention_modules(loaded.model, "llama"))[1]
-    layer = LayerPlan(1, hashes.weight_hash(module), (make_choice("window", window), EXACT))
-    verified = Verified(True, 1e-4, 5e-4, 0.98, 1, 12, 4000, 2e-4, 1e-2, 0.995, 0.5, 0.5, 1.0, 0.4, 2e-4, "passed")
-    return Plan(
-        PLAN_FORMAT, "llama", hashes.model_hash(loaded.model), computes_by(loaded.model.config), loaded.dtype, "0.1.0",
-        "2.13.0", transformers.__version__, 1e-3, 0, "cd" * 32,
-        {}, (64, 128), (layer,), (), verified, "", (),
-    )  # fmt: skip
+    return plan_for(loaded.model, {1: (make_choice("window", window), EXACT)}, lengths=(64, 128))
 
 
 @pytest.fixture
@@ -195,8 +188,13 @@ def test_a_model_that_is_loaded_under_the_command_is_bound_and_can_be_unbound(ll
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("given", [True, False])
-def test_an_engine_that_is_started_under_the_command_runs_the_plan(llama: Path, tmp_path: Path, given: bool) -> None:
+def test_an_engine_that_is_started_under_the_command_runs_the_plan(
+    llama: Path, tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program names no attention and opens no block; what it sets in the engine's configuration stays."""
+    psutil = pytest.importorskip("psutil")
+    held = psutil.Process().memory_info().rss  # what is free beside it is what the engine takes, if nothing is set
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=held + (2 << 30), available=2 << 30))
     plan = Plan.from_pretrained(kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW))
     program = transformers.AutoModelForCausalLM
     settings = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)

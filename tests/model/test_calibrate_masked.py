@@ -16,7 +16,8 @@ import adaattn_hf
 from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher
 from adaattn_hf.calibration.assemble import report
-from adaattn_hf.calibration.layers import unit_prices
+from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.layers import Measurement, unit_prices
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.eval.arms import ModelArms, compare, plan_tap
@@ -42,7 +43,7 @@ from ..support.interrupting import failing
 
 LENGTH = 256
 SETTINGS = CalibrationSettings(
-    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=64, labels=2, joint=2, held_out=20, rounds=0,
+    budget=2e-2, lengths=(LENGTH,), sequences=2, rows=64, labels=2, joint=2, held_out=6, rounds=0,
     families=("window", "bf16", "rank"), windows=(32, 64),
 )  # fmt: skip
 
@@ -89,8 +90,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def result(model: Any, encode: Any, text: list[Path], scoring: MaskedTokens) -> Calibration:
-    return calibrate(model, encode, text, SETTINGS, scoring=scoring, prices=prices())
+def measured(model: Any, encode: Any, text: list[Path], scoring: MaskedTokens) -> Measurement:
+    return measure(open_inputs(model, encode, text, SETTINGS, scoring=scoring), prices=prices())
+
+
+@pytest.fixture(scope="module")
+def result(measured: Measurement) -> Calibration:
+    return choose_and_verify(measured)
 
 
 @pytest.fixture(scope="module")
@@ -284,19 +290,23 @@ def test_decode_is_neither_timed_nor_asked_for(
 
 
 def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
-    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, result: Calibration, tmp_path: Path,
+    model: Any, encode: Any, text: list[Path], scoring: MaskedTokens, measured: Measurement, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     calls = failing(fisher.measure, 6, KeyboardInterrupt())  # the second reading of the second sequence
     monkeypatch.setattr(fisher, "measure", calls)
-    given: dict[str, Any] = {"prices": prices(), "directory": tmp_path}
+
+    def again(scoring: MaskedTokens = scoring, resume: bool = True) -> Measurement:
+        given = {"scoring": scoring, "directory": tmp_path, "resume": resume}
+        return measure(open_inputs(model, encode, text, SETTINGS, **given), prices=prices())
+
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, encode, text, SETTINGS, scoring=scoring, **given)
+        again(resume=False)
     with pytest.raises(ValueError, match="another model, text or settings"):
-        calibrate(model, encode, text, SETTINGS, scoring=replace(scoring, share=0.2), resume=True, **given)
-    resumed = calibrate(model, encode, text, SETTINGS, scoring=scoring, resume=True, **given)
+        again(replace(scoring, share=0.2))
+    resumed = again()
     assert calls.call_count == 10
-    assert resumed.plan.to_json() == result.plan.to_json()
+    assert np.array_equal(resumed.risks(), measured.risks())
 
 
 # ---------------------------------------------------------------------- where the plan goes
@@ -447,14 +457,14 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     table.write_text(prices().to_json())
     small = "--sequences 1 --rows 16 --labels 1 --joint 1 --held-out 3"
     words = ("calibrate", directory, "--in-place", "--data", text[0], "--families", "bf16", "--prices", table)
-    more = ("--budget", "1%", "--lengths", LENGTH, "--maskings", 3, "--mask-share", 0.2)
+    more = ("--budget", "1%", "--lengths", LENGTH, "--maskings", 2, "--mask-share", 0.2)
     adaattn(*words, *small.split(), *more, says="perplexity +")
     adaattn(
         "plan", "show", directory, "--verbose",
         says=("scored on tokens at masked positions", "retrieval: does not apply"),
     )  # fmt: skip
     plan = adaattn_hf.plan_of(adaattn_hf.load_plan(load(tf.AutoModelForMaskedLM, directory)))
-    assert (plan.protocol["scoring"]["maskings"], plan.protocol["scoring"]["mask_share"]) == (3, 0.2)
+    assert (plan.protocol["scoring"]["maskings"], plan.protocol["scoring"]["mask_share"]) == (2, 0.2)
     # without lengths: the model's positions, for which this table has no prices
     says = "measured at 256 to 256 tokens, expected prices around 512"
     adaattn(*words, *small.split(), code=2, says=says)
@@ -462,7 +472,7 @@ def test_the_command_makes_shows_and_stores_a_plan(tmp_path: Path, text: list[Pa
     measured = prices()
     row = measured.prices["prefill"][LENGTH]
     table.write_text(replace(measured, prices={"prefill": {LENGTH: row, 512: row}}).to_json())
-    adaattn(*words, *small.split(), code=(0, 4))
+    adaattn(*words, *small.split(), "--maskings", 1, code=(0, 4))
     assert json.loads((directory / "adaattn_plan.json").read_text())["lengths"] == [512]
 
 

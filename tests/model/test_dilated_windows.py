@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from transformers.masking_utils import and_masks, sliding_window_causal_mask_function
 
-from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.mask.structured_mask import StructuredMask
-
-from ..support.calls import ON_CPU, assert_right, attended, generator
 
 SOURCE = Path(transformers.__file__).parent
 POSITIONS = {"q_idx", "kv_idx"}
@@ -89,16 +85,3 @@ def test_a_dilated_window_of_a_users_own_is_what_it_says(window: int, step: int)
                 for i in range(q_len)
             ]
             assert mask.structure.visible()[0, 0].tolist() == meant
-
-
-@pytest.mark.parametrize("lengths", [(17, 17), (5, 17), (1, 17)], ids=["prompt", "chunk", "step"])
-@pytest.mark.parametrize("name", ON_CPU)
-def test_every_backend_computes_a_dilated_window(name: str, lengths: tuple[int, int]) -> None:
-    q_len, kv_len = lengths
-    mask = adaattn_mask(2, q_len, kv_len, kv_len - q_len, mask_function=dilated(9, 3))
-    assert isinstance(mask, StructuredMask)
-    draw = generator(0)
-    query = torch.randn(2, 4, q_len, 16, generator=draw)
-    key, value = (torch.randn(2, 2, kv_len, 16, generator=draw) for _ in range(2))
-    call = AttentionCall(query, key, value, mask.structure.expanded(2), 0.25)
-    assert_right(call, attended(ON_CPU[name], call).out)

@@ -12,11 +12,12 @@ import transformers as tf
 
 import adaattn_hf
 from adaattn_hf.patches.plans.attach import load_plan
+from adaattn_hf.patches.plans.bound import State, bound_plan
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import PlanError
 
 from ..support.choices import make_choice
-from ..support.models import InBuffers, config_of, fresh_pair, logits, tokens
+from ..support.models import InBuffers, checkpointed, config_of, fresh_pair, logits, tokens
 from ..support.plans import give, lora, plan_for, said, stepped
 from ..support.versions import needs_tracing
 from .test_plugin_load import composite, composite_inputs
@@ -253,6 +254,10 @@ def test_a_copy_of_a_trained_model_goes_on_under_the_plan(heard: pytest.LogCaptu
     model = stepped(planned())
     twin = copy.deepcopy(model)
     assert torch.equal(logits(twin), logits(model))
+    checkpointed(twin, reentrant=False)
+    bound = bound_plan(stepped(twin))
+    assert bound is not None
+    assert bound.state is State.TRAINED
     assert said(heard, "the model is trained under its plan") == 1
     assert "plan" not in twin.config.to_dict()["adaattn"]
 

@@ -4,18 +4,15 @@ import inspect
 from importlib import metadata
 from typing import Any
 
-import pytest
 import torch
 import transformers as tf
 from packaging.requirements import Requirement
 from packaging.version import Version
-from transformers import AttentionInterface, masking_utils
+from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils.generic import is_flash_attention_requested
 
 from adaattn_hf import NAMES
-from adaattn_hf.patches.mask.mask_pattern import read_pattern
-from adaattn_hf.patches.mask.masks import adaattn_mask
 from adaattn_hf.patches.models.support import is_ours
 from adaattn_hf.patches.registry import engine_name
 
@@ -75,23 +72,3 @@ def test_the_engine_hands_its_tables_of_blocks_to_no_name_of_ours() -> None:
     for name in NAMES:
         assert not is_flash_attention_requested(requested_attention_implementation=engine_name(name), version=[2, 3])
     assert is_flash_attention_requested(requested_attention_implementation="flash_attention_2", version=[2, 3])
-
-
-@pytest.mark.parametrize("mask_function", [
-    masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function,
-    masking_utils.sliding_window_causal_mask_function(4),
-    masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
-    masking_utils.and_masks(
-        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(torch.zeros(1, 5))
-    ),
-    masking_utils.or_masks(
-        masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(1, 5, dtype=torch.long))
-    ),
-], ids=["causal", "bidirectional", "sliding", "chunked", "packed", "blocks"])  # fmt: skip
-def test_compositions_of_this_version_are_read_as_dense_evaluation_says(mask_function: Any) -> None:
-    assert read_pattern(mask_function) is not None, "this version composes masks in another way: learn it"
-    ours = adaattn_mask(1, 5, 5, mask_function=mask_function)
-    sizes = {"batch_size": 1, "q_length": 5, "kv_length": 5}
-    stock = masking_utils.sdpa_mask(**sizes, mask_function=mask_function, allow_is_causal_skip=False)
-    dense = ours if isinstance(ours, torch.Tensor) else ours.dense()
-    assert torch.equal(dense, torch.ones(1, 1, 5, 5, dtype=torch.bool) if stock is None else stock)

@@ -169,18 +169,6 @@ def test_int8_products_keep_their_distance_from_exact_attention_beside_an_outlie
     assert 25 < kept[3] < kept[2] - 5, "the mean is what helps"
 
 
-@NO_INT8
-def test_int8_products_look_at_no_later_key() -> None:
-    asked, _, mean = int8_case(900, "plain")
-    rules = Rules(causal=True, compute="int8", key_mean=mean[None])
-    before, _ = launch.forward(asked.query, asked.key, asked.value, 0.125, rules)
-    asked.key[:, :, 500:] *= -30.0
-    asked.value[:, :, 500:] *= 1000.0
-    after, _ = launch.forward(asked.query, asked.key, asked.value, 0.125, rules)
-    assert torch.equal(before[:, :500], after[:, :500])
-    assert not torch.equal(before[:, 500:], after[:, 500:])
-
-
 def test_int8_products_are_refused_where_there_are_none() -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(RuntimeError, match="instruction set"):
@@ -253,13 +241,3 @@ def test_result_does_not_depend_on_the_number_of_threads(q_len: int, heads: int,
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
-
-
-@pytest.mark.parametrize(
-    ("table", "why"),
-    [([[2, 0, 4, 0, 4, 0]], "batch row"), ([[0, 2, 4, 0, 4, 0]], "queries"), ([[0, 0, 4, 1, 4, 0]], "keys")],
-)
-def test_segments_outside_the_tensors_are_refused(table: list[list[int]], why: str) -> None:
-    q = torch.randn(2, 1, 4, 8)
-    with pytest.raises(RuntimeError, match="segments outside"):
-        launch.forward(q, q, q, 1.0, Rules(segments=torch.tensor(table)))

@@ -66,6 +66,7 @@ MALFORMED: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor, Rules]]] = {
     "key mean of one axis": lambda: (*tensors(), Rules(key_mean=torch.zeros(3))),
     "meta key mean": lambda: (*tensors(), Rules(key_mean=torch.zeros(1, KV, D, device="meta"))),
     "segments outside": lambda: (*tensors(), Rules(segments=torch.tensor([[0, 0, Q, 0, K + 1, 0]]))),
+    "segments of queries that are not": lambda: (*tensors(), Rules(segments=torch.tensor([[0, 2, Q, 0, K, 0]]))),
     "segments of a row that is not": lambda: (*tensors(), Rules(segments=torch.tensor([[B, 0, Q, 0, K, 0]]))),
     "segments of five": lambda: (*tensors(), Rules(segments=torch.zeros(1, 5, dtype=torch.int64))),
     "segments far off": lambda: (*tensors(), Rules(segments=torch.tensor([[0, 0, Q, 0, K, 1 << 62]]))),

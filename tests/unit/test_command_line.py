@@ -93,12 +93,17 @@ def test_version_is_that_of_the_source_that_runs(monkeypatch: pytest.MonkeyPatch
     adaattn("--version", says=f"adaattn-hf {adaattn_hf.__version__}\n")
 
 
-def test_summaries_are_sentences() -> None:
+def test_help_pages_say_what_a_command_does_what_it_takes_and_how_it_ends() -> None:
+    """A summary that is a sentence, paragraphs that the terminal alone breaks, exit codes below the options."""
     shown = " ".join(adaattn("--help").output.replace("│", "").split())
     for name, command in leaves().items():
         first = command.help.strip().partition("\n")[0]
-        assert first.endswith(".")
+        assert first.endswith("."), name
         assert first in shown or " " in name, name
+        assert all("\n" not in part for part in command.help.split("\n\n")), name
+        assert [one.name for one in command.params if one.name != "help" and not one.help] == [], name
+        assert command.epilog.startswith("Exit codes: "), name
+        assert "Exit codes" not in command.help
 
 
 @pytest.mark.parametrize(
@@ -136,11 +141,6 @@ def test_a_bar_of_another_library_is_drawn_in_a_terminal_alone(monkeypatch: pyte
     draws = "import tqdm.auto; list(tqdm.auto.tqdm([1]))"
     assert "1/1" in python(draws).stderr
     assert not python(draws, TQDM_DISABLE="1").stderr
-
-
-def test_paragraphs_of_a_help_page_are_broken_by_the_terminal_alone() -> None:
-    for name, command in leaves().items():
-        assert all("\n" not in part for part in command.help.split("\n\n")), name
 
 
 def test_an_interrupted_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,12 +292,6 @@ def test_help_begins_with_what_most_people_need(monkeypatch: pytest.MonkeyPatch)
         page.index(words) for words in ("─ Basic ─", "─ Verification ─", "─ Search ─", "─ Advanced ─", "Exit codes:")
     ]
     assert places == sorted(places)
-
-
-def test_exit_codes_are_said_below_the_options_of_every_command() -> None:
-    for words, command in leaves().items():
-        assert command.epilog.startswith("Exit codes: "), words
-        assert "Exit codes" not in command.help
 
 
 def test_a_group_completes_under_the_name_of_the_program_alone() -> None:

@@ -1,7 +1,6 @@
 """flash-attn 4's arguments against the definition of a structure; a stand-in computes by them."""
 
 import importlib
-import itertools
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -32,6 +31,7 @@ from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.flash import Flash4Backend
 
 from ..support.calls import attended
+from .test_flash import by_definition, run_by_run
 
 N = 300
 LEFT = torch.ones(3, N, dtype=torch.bool)
@@ -51,48 +51,21 @@ STRUCTURES = {
 }
 
 
-class Stand:
-    """`flash_attn.cute`, in plain torch."""
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for the package."""
 
-    def __init__(self) -> None:
-        self.module = types.ModuleType("flash_attn.cute")
-        self.module.flash_attn_func = self.dense  # type: ignore[attr-defined]
-        self.module.flash_attn_varlen_func = self.varlen  # type: ignore[attr-defined]
-
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
-        heads, kv_heads = q.shape[2], k.shape[2]
-        batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
-        left, right = kw["window_size"]
-        window = None if left is None else left + 1
-        assert right == (None if left is None else 0 if kw["causal"] else left)
-        structure = MaskStructure(batch, q_len, kv_len, kw["causal"], kv_len - q_len, window)
-        made = reference.attention(
-            AttentionCall(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), structure, kw["softmax_scale"],
-                softcap=kw["softcap"] or None, sink_logits=kw["learnable_sink"],
-            )
-        )  # fmt: skip
-        assert heads % kv_heads == 0
+    def dense(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
+        made = by_definition(q, k, v, kw, endless=None)
         return made.out.to(q.dtype), made.lse.float() if kw["return_lse"] else None
 
-    def varlen(self, q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
-        cu_q, cu_k = kw.pop("cu_seqlens_q").tolist(), kw.pop("cu_seqlens_k").tolist()
-        assert kw.pop("max_seqlen_q") == max(b - a for a, b in itertools.pairwise(cu_q))
-        kw.pop("max_seqlen_k")
-        parts = [
-            self.dense(q[None, a:b], k[None, c:d], v[None, c:d], **kw)[0][0]
-            for (a, b), (c, d) in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True)
-        ]
-        return torch.cat(parts), None
+    def varlen(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
+        return run_by_run(lambda *tensors, **more: dense(*tensors, **more)[0], q, k, v, kw), None
 
-
-@pytest.fixture
-def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
-    """Stands in for the package."""
-    made = Stand()
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", made.module)
+    module: Any = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func, module.flash_attn_varlen_func = dense, varlen
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    return made
 
 
 def make(structure: MaskStructure, **extra: Any) -> AttentionCall:

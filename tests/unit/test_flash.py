@@ -1,12 +1,14 @@
-"""The flash-attn backend against a stand-in that keeps flash-attn's conventions, written in plain torch.
+"""The flash-attn backend against a stand-in that keeps flash-attn's conventions, over the reference.
 
 The stand-in aligns causality and windows to the last key, as the package documents; real kernels are compared in
 `tests/gpu` where they are installed, which flash-attn 2 and the whole of 3 never were.
 """
 
 import importlib.machinery
+import itertools
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, SINKS, WINDOW, WINDOW_SINKS, CallKind
+from adaattn_hf.attention.reference import ReferenceResult
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
@@ -25,27 +28,24 @@ from adaattn_hf.backends.triton import TritonBackend
 from ..support.calls import attended
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: tuple[int, int], cap: float) -> Any:
-    """flash_attn_func's mathematics on `[batch, length, heads, head_dim]`, and the log-sum-exp."""
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (t.transpose(1, 2).double() for t in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ k.transpose(2, 3) * scale
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    shift = k.shape[2] - q.shape[2]
-    i = torch.arange(q.shape[2])[:, None] + shift
-    j = torch.arange(k.shape[2])[None]
-    left, right = window
-    if causal:
-        right = 0
-    hidden = torch.zeros_like(i + j, dtype=torch.bool)
-    if left >= 0:
-        hidden |= j < i - left
-    if right >= 0:
-        hidden |= j > i + right
-    scores = scores.masked_fill(hidden, float("-inf"))
-    return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2), scores.logsumexp(-1)
+def by_definition(q: Tensor, k: Tensor, v: Tensor, kw: dict[str, Any], endless: int | None = -1) -> ReferenceResult:
+    """The package's mathematics on `[batch, length, heads, head_dim]`: the last query stands at the last key."""
+    left, right = kw["window_size"]
+    assert right == (0 if left != endless and kw["causal"] else left)
+    window = None if left == endless else left + 1
+    structure = MaskStructure(len(q), q.shape[1], k.shape[1], kw["causal"], k.shape[1] - q.shape[1], window)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    more = {"softcap": kw["softcap"] or None, "sink_logits": kw.get("learnable_sink")}
+    return reference.attention(AttentionCall(q, k, v, structure, kw["softmax_scale"], **more))
+
+
+def run_by_run(dense: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, kw: dict[str, Any]) -> Tensor:
+    """The packed kernel's output, by what a dense one gives for each run between two borders."""
+    borders = [kw.pop("cu_seqlens_q"), kw.pop("cu_seqlens_k")]
+    for cut, most in zip(borders, (kw.pop("max_seqlen_q"), kw.pop("max_seqlen_k")), strict=True):
+        assert (cut.dtype, int(cut.diff().max())) == (torch.int32, most)
+    runs = zip(*(itertools.pairwise(cut.tolist()) for cut in borders), strict=True)
+    return torch.cat([dense(q[None, a:b], k[None, c:d], v[None, c:d], **kw)[0] for (a, b), (c, d) in runs])
 
 
 def stand_in(name: str, *, version: int, with_lse: bool = False) -> types.ModuleType:
@@ -61,25 +61,12 @@ def stand_in(name: str, *, version: int, with_lse: bool = False) -> types.Module
         return keywords
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
-        check(kw)
-        out, lse = dense(q, k, v, kw["softmax_scale"], kw["causal"], kw["window_size"], kw["softcap"])
-        out = out.to(q.dtype)
-        return (out, lse.float()) if kw.get("return_attn_probs") or with_lse else out
+        made = by_definition(q, k, v, check(kw))
+        out = made.out.to(q.dtype)
+        return (out, made.lse.float()) if kw.get("return_attn_probs") or with_lse else out
 
     def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **kw: Any) -> Any:
-        cu_q, cu_k = kw.pop("cu_seqlens_q"), kw.pop("cu_seqlens_k")
-        assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert kw.pop("max_seqlen_q") == int(cu_q.diff().max())
-        assert kw.pop("max_seqlen_k") == int(cu_k.diff().max())
-        check(kw)
-        pieces = [
-            dense(
-                q[None, a:b], k[None, c:d], v[None, c:d], kw["softmax_scale"], kw["causal"], kw["window_size"],
-                kw["softcap"],
-            )[0][0]
-            for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True)
-        ]  # fmt: skip
-        return torch.cat(pieces).to(q.dtype)
+        return run_by_run(flash_attn_func, q, k, v, kw)
 
     module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
@@ -237,15 +224,12 @@ def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_tor
     assert not TritonBackend().refusals(plain)
 
 
-def test_holes_in_the_padding_are_an_error(backend: FlashBackend) -> None:
-    holes = torch.tensor([[True, False, True, True]])
-    call = make(MaskStructure(1, 4, 4, causal=True, key_padding=holes))
-    with pytest.raises(ValueError, match="holes"):
-        attended(backend, call)
-
-
-def test_queries_behind_their_last_key_under_a_window_are_an_error(backend: FlashBackend) -> None:
-    short = torch.tensor([[True, True, False, False]])
-    call = make(MaskStructure(1, 4, 4, causal=True, window=2, key_padding=short))
-    with pytest.raises(ValueError, match="last key"):
+@pytest.mark.parametrize(("padding", "rules", "said"), [
+    ([True, False, True, True], {}, "holes"), ([True, True, False, False], {"window": 2}, "last key"),
+])  # fmt: skip
+def test_padding_that_packed_kernels_cannot_say_is_an_error(
+    backend: FlashBackend, padding: list[bool], rules: dict[str, int], said: str
+) -> None:
+    call = make(MaskStructure(1, 4, 4, causal=True, key_padding=torch.tensor([padding]), **rules))
+    with pytest.raises(ValueError, match=said):
         attended(backend, call)

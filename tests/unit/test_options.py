@@ -32,8 +32,6 @@ from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.patches import checkpoint
 from adaattn_hf.policy.candidates import known_families
 
-from ..support.command import leaves
-
 
 def _doubled(text: str, name: str) -> float:
     try:
@@ -114,11 +112,6 @@ def test_words_are_split_at_commas_and_none_is_refused() -> None:
     assert words(" window, bf16,", "families") == ("window", "bf16")
     with pytest.raises(ValueError, match=r"families is ' ,', expected some of"):
         words(" ,", "families")
-
-
-def test_every_option_has_a_help() -> None:
-    lacking = {name: [p.name for p in one.params if p.name != "help" and not p.help] for name, one in leaves().items()}
-    assert not any(lacking.values()), lacking
 
 
 SETTINGS: list[tuple[Command, Any]] = [

@@ -83,6 +83,7 @@ def test_facts_name_what_heads_ask_for() -> None:
     assert kind.features & HEAD_WINDOWS
     assert kind.features & HEAD_BF16
     assert kind.features & HEAD_INT8
+    assert "with windows per head" in kind.words()
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "fa2", "fa3"])

@@ -22,15 +22,18 @@ from adaattn_hf.attention.kind import (
     PER_HEAD,
     SINKS,
     SOFTCAP,
+    WINDOW,
     CallKind,
 )
 from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import Backend, Kernel
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.sdpa import dispatch
 
 from ..support.calls import kind_with
+from ..support.versions import needs_tracing
 
 
 class Picky(Backend):
@@ -230,3 +233,36 @@ def test_what_a_backend_does_not_name_it_refuses(name: str, monkeypatch: pytest.
     backend = select.BACKENDS[name]
     assert any(said.endswith("have no planted option") for said in backend.refusals(kind_with(ONE_QUERY)))
     assert not any("planted" in said for said in backend.refusals(kind_with()))
+
+
+TRACED: dict[str, Any] = {
+    "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "heads": 8,
+    "kv_heads": 2, "shape": "irregular", "keys": 4096, "pairs": 1 << 31,
+}  # fmt: skip
+TAKEN: list[tuple[int, dict[str, Any], str | None]] = [
+    (0, {}, "sdpa"), (GRAD, {}, "sdpa"), (GRAD, {"shape": "causal"}, "sdpa"),
+    (GRAD | WINDOW, {"dtype": torch.float16}, "sdpa"), (WINDOW, {"shape": "window"}, "sdpa"),
+    (0, {"shape": "causal"}, "sdpa"), (ONE_QUERY, {"shape": "ragged", "pairs": 1 << 20}, "triton"),
+    (HEAD_WINDOWS | PER_HEAD, {"shape": "causal"}, None), (HEAD_WINDOWS | PER_HEAD | GRAD, {"shape": "causal"}, None),
+    (HEAD_WINDOWS | PER_HEAD | ONE_QUERY, {"shape": "causal"}, "triton"),
+]  # fmt: skip
+"""What a call asks for while a graph for a CUDA device is traced, what else it changes, and who takes it."""
+
+
+@needs_tracing
+@pytest.mark.parametrize("sm", [80, 90, 120])
+def test_nothing_that_is_asked_on_the_way_breaks_a_graph(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability_module, "_sm_while_tracing", torch.compiler.assume_constant_result(lambda index: sm))
+    kinds = [
+        kind_with()._replace(**TRACED | changes, features=COMPILING | bits)  # type: ignore[arg-type]
+        for bits, changes, _ in TAKEN
+    ]
+    names = tuple(select.BACKENDS)
+
+    def places(x: torch.Tensor) -> list[torch.Tensor]:
+        found = [select.find(kind)[0] for kind in kinds]
+        return [x + (-1 if one is None else names.index(one.name)) for one in found]
+
+    torch._dynamo.reset()
+    found = torch.compile(places, backend="eager", fullgraph=True)(torch.zeros(()))
+    assert [(*names, None)[int(one)] for one in found] == [taken for *_, taken in TAKEN]

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
 from adaattn_hf.attention.runs import Runs
 from adaattn_hf.attention.structure import MaskStructure, Segment
 from adaattn_hf.backends.triton import TritonBackend
@@ -138,11 +137,3 @@ def test_steps_over_padding_with_holes() -> None:
     real[:, -1] = True
     call = make(MaskStructure(3, 1, 70, causal=True, q_offset=69, key_padding=real), 4, 2, 32, 32)
     torch.testing.assert_close(attend(call).out.double(), reference.attention(call).out, atol=4e-3, rtol=0)
-
-
-def test_what_a_call_asks_for_is_in_its_kind() -> None:
-    kind = make(STRUCTURES["causal"], 4, 2, 16, 16, per_head=rules((0, 8))).checked_kind()
-    assert kind.features & (HEAD_WINDOWS | HEAD_BF16 | HEAD_INT8) == HEAD_WINDOWS
-    assert "with windows per head" in kind.words()
-    chunks = make(STRUCTURES["chunks"], 4, 2, 16, 16, per_head=rules((0, 8), (0, 4)))
-    assert chunks.checked_kind().shape == "irregular"  # sinks count from a sequence's first key, not from a chunk's

@@ -1,5 +1,9 @@
-"""Tiles follow the shared memory of the device; where none fits the backend says so, and `auto` takes another."""
+"""What the Triton kernels need: tiles that fit the shared memory of a device, and a compiler before a launch."""
 
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.triton import TritonBackend
+from adaattn_hf.backends.triton.backend import cannot_build
 from adaattn_hf.backends.triton.tiling import SIZES, tile_of
 
 X = torch.zeros(1, 2, 8, 128)
@@ -102,3 +107,46 @@ def test_where_nothing_is_known_tiles_are_those_of_hopper() -> None:
     from adaattn_hf.backends.triton.launch import device_facts
 
     assert device_facts(torch.device("cpu")).memory == HOPPER
+
+
+# ---------------------------------------------------------------------- what Triton needs beside itself
+
+
+@pytest.fixture
+def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """As on a machine without compilers: where Python's headers would be."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    return tmp_path / "Python.h"
+
+
+@pytest.mark.parametrize("found", ["gcc", "clang", "named by CC"])
+def test_a_compiler_on_the_path_or_by_its_name_is_enough(
+    found: str, headers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headers.touch()
+    if found == "named by CC":
+        monkeypatch.setenv("CC", "tcc")
+    else:
+        monkeypatch.setattr(shutil, "which", lambda name: name if name == found else None)
+    assert cannot_build() == ()
+
+
+def test_without_compiler_and_headers_both_are_named(headers: Path) -> None:
+    compiler, lacking = cannot_build()
+    assert "install gcc, or set CC" in compiler
+    assert f"no {headers}" in lacking
+
+
+def test_without_a_compiler_the_backend_is_missing(headers: Path) -> None:
+    pytest.importorskip("triton")
+    headers.touch()
+    (reason,) = select.by_name("triton").missing()
+    assert "no C compiler" in reason
+
+
+@pytest.mark.usefixtures("headers")
+def test_windows_brings_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "name", "nt")
+    assert cannot_build() == ()

@@ -12,15 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.kind import LOOKED, CallKind
+from adaattn_hf.attention.kind import GRAD, LOOKED, CallKind
 from adaattn_hf.attention.packing import FROM_FIRST, Packed
 from adaattn_hf.attention.structure import MaskStructure
-from adaattn_hf.backends.sdpa import packed
+from adaattn_hf.backends.capability import of_sm
+from adaattn_hf.backends.sdpa import dispatch, kernels, masked, packed
 from adaattn_hf.backends.sdpa.dispatch import way_of
 from adaattn_hf.backends.sdpa.kernels import operator
 from adaattn_hf.backends.sdpa.masked import additive_mask
 from adaattn_hf.backends.sdpa.packed import layout_of, packed_attention
 
+from ..support.on_device import OnCuda
 from ..support.operators import NamedOperators
 from ..support.versions import OLD_TORCH
 
@@ -204,3 +206,101 @@ def test_flash_serves_half_precision_aligned_to_the_last_key(monkeypatch: pytest
     assert not packed._suits_flash(half[..., :20], half[..., :20], square)
     monkeypatch.setattr(packed, "_has_flash", lambda device: False)
     assert not packed._suits_flash(half, half, square)
+
+
+# ---------------------------------------------------------------------- steps on datacentre devices
+
+
+FLASH = "aten::_scaled_dot_product_flash_attention"
+
+
+@pytest.fixture(params=[(9, 0)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "capability", lambda _: of_sm(request.param))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    query = torch.empty(3, 8, 1, dim, device="meta", dtype=dtype)
+    key = torch.empty(3, 2, kv_len, dim, device="meta", dtype=dtype)
+    structure = MaskStructure(3, 1, kv_len, causal=True, q_offset=seen - 1)
+    call = AttentionCall(query, key, key, structure, 0.125)
+    way = dispatch.way_of(call.checked_kind()._replace(device=torch.device("cuda")))
+    with NamedOperators() as noted:
+        out = way(call)
+    assert out is not None
+    assert out.shape == (3, 1, 8, dim)
+    names: list[str] = noted.names
+    return names
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("seen", [40, 17])
+def test_a_step_is_one_call_of_the_flash_kernel(seen: int) -> None:
+    names = _step(seen=seen)
+    assert names.count(FLASH) == 1
+    assert ("aten::slice" in names) == (seen < 40)
+
+
+@pytest.mark.usefixtures("device")
+def test_other_calls_are_left_to_torch() -> None:
+    assert FLASH not in _step(dtype=torch.float32)
+    assert FLASH not in _step(dim=20)
+    assert FLASH not in _step(dim=512)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert FLASH not in _step()
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("device", [(8, 0), (8, 9), (12, 0)], indirect=True)
+def test_where_torch_takes_flash_by_itself_it_is_asked_plainly() -> None:
+    assert FLASH not in _step()
+
+
+def test_gradients_go_through_the_operator(device: None) -> None:
+    query = torch.empty(1, 2, 1, 64, dtype=torch.float16, requires_grad=True)
+    key = torch.empty(1, 2, 8, 64, dtype=torch.float16)
+    structure = MaskStructure(1, 1, 8, causal=True, q_offset=7)
+    kind = AttentionCall(query, key, key, structure, 0.125).checked_kind()._replace(device=torch.device("cuda"))
+    assert kind.needs_grad
+    assert not kernels.steps_by_flash(kind)
+    assert kernels.steps_by_flash(kind._replace(features=kind.features & ~GRAD))
+
+
+# ---------------------------------------------------------------------- capped scores in a traced graph
+
+
+CAP, SCALING = 5.0, 0.25
+
+
+def stock(call: AttentionCall) -> torch.Tensor:
+    """As Transformers' eager attention writes Gemma 2's scores, in the dtype of the model."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    key, value = (t.repeat_interleave(groups, dim=1) for t in (call.key, call.value))
+    scores = torch.tanh(call.query @ key.transpose(2, 3) * SCALING / CAP) * CAP
+    scores = scores + torch.full(scores.shape[2:], float("-inf")).triu(1).to(scores.dtype)
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def test_err_no_more_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, h, 90, 32, generator=g).bfloat16() for h in (4, 2, 2))
+    structure = MaskStructure(2, 90, 90, causal=True)
+    call = AttentionCall(query, key, value, structure, SCALING, softcap=CAP)
+    products: list[torch.dtype] = []
+    matmul = torch.matmul
+
+    def noted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        products.append(a.dtype)
+        return matmul(a, b)
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch, "matmul", noted)
+    truth = reference.attention(call).out.transpose(1, 2)
+    products.clear()
+    errors = {}
+    for where, there in (("device", query.as_subclass(OnCuda)), ("processor", query)):
+        out = masked.masked_call(call, there, key, value, structure.visible())
+        errors[where] = (out.double() - truth).abs().max()
+    assert products == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+    assert errors["processor"] <= errors["device"] <= 2 * (stock(call).double() - truth).abs().max()
