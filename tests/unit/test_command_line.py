@@ -87,6 +87,24 @@ def test_a_command_runs_after_its_options_were_read(interpreter: WarmInterpreter
     assert done.stderr.startswith("error: no-such-plan"), done.stderr[-2000:]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="has no device that is full")
+def test_a_full_disk_under_standard_output_is_a_sentence(interpreter: WarmInterpreter, tmp_path: Path) -> None:
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    for words in (["doctor"], ["doctor", "--json"]):
+        done = interpreter.run(full + QUICK.format(words=words), tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (3, 1), done.stderr[-2000:]
+        assert done.stderr.startswith("error: standard output: No space left on device")
+
+
+def test_closed_streams_are_none_to_a_command(interpreter: WarmInterpreter, tmp_path: Path) -> None:
+    """Nor does a file take their numbers, to be written to by libraries."""
+    closed = "import os, sys; sys.stdout = sys.stderr = None; os.closerange(1, 3)\n"
+    same = "os.path.samestat(os.fstat({}), os.stat(os.devnull))"
+    asked = f"import atexit; atexit.register(lambda: {same.format(1)} and {same.format(2)} or os._exit(9))\n"
+    done = interpreter.run(closed + asked + QUICK.format(words=["doctor"]), tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_version_is_that_of_the_source_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a checkout that was installed when it was older, or never."""
     monkeypatch.setattr("importlib.metadata.version", {"typer": "1"}.__getitem__)
