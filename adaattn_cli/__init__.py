@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+from types import FrameType
+
 
 def main() -> None:
     """Run the command line; exits the process with the command's code, 130 where Ctrl-C came before there was one."""
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(signal.SIGINT, interrupt)
         from .app import run
 
         run()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt, from a finalizer as soon as it is over: there Python would print it and go on."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            threading.Timer(0.01, signal.raise_signal, (number,)).start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt

@@ -13,7 +13,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,19 +67,36 @@ def execute(name: str, command: Command, values: dict[str, Any]) -> None:
     if name != "run" and not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # a library's bar that nobody sees grow is a line of noise
     as_json = getattr(options, "as_json", False)
-    # models and data sets may print
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        try:
-            work = importlib.import_module(f"adaattn_cli.{module}")
-        except KeyboardInterrupt as error:
-            typer.echo("interrupted before anything was begun", err=True)
-            raise typer.Exit(130) from error
-        done: Done = getattr(work, function or "run")(options)
-    if as_json and done.result is not None:
-        from adaattn_hf._files import json_text
+    with _printing() if name != "run" else contextlib.nullcontext():
+        # models and data sets may print
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            try:
+                work = importlib.import_module(f"adaattn_cli.{module}")
+            except KeyboardInterrupt as error:
+                typer.echo("interrupted before anything was begun", err=True)
+                raise typer.Exit(130) from error
+            done: Done = getattr(work, function or "run")(options)
+        if as_json and done.result is not None:
+            from adaattn_hf._files import json_text
 
-        typer.echo(done.result if isinstance(done.result, str) else json_text(done.result, indent=1))
+            typer.echo(done.result if isinstance(done.result, str) else json_text(done.result, indent=1))
     raise typer.Exit(done.code)
+
+
+@contextlib.contextmanager
+def _printing() -> Iterator[None]:
+    """Context manager: what cannot be printed, as the disk of `> FILE` is full, ends the command with a sentence."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or isinstance(error, BrokenPipeError):  # a file's; typer's to end
+            raise
+        sys.stdout = None  # Python would try again at its end, and say so in its own words
+        typer.echo(f"error: standard output: {error.strerror}; print to a place that has room", err=True)
+        raise typer.Exit(3) from error
 
 
 def _print_version(asked: bool) -> None:
@@ -111,6 +128,10 @@ for _name, _command in COMMANDS.items():
 
 def run(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits the process with the command's code."""
+    for name in ("stdin", "stdout", "stderr"):  # in the order of their numbers, which the next files would get
+        if getattr(sys, name) is None:  # `2>&-`, say: libraries write to it unasked
+            way = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, way, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows, say, has no Δ
             stream.reconfigure(errors="backslashreplace")

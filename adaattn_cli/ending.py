@@ -18,6 +18,8 @@ from rich.console import Console
 from adaattn_hf.errors import CPU_ALLOCATOR, DataUnavailable, EvalError, OutOfMemory, UsageError, memory_is_full
 from adaattn_hf.eval.progress import tell
 
+from . import interrupt
+
 MOST_THREADS = 1024
 """A machine without so many CPUs makes this many threads, too; of far more OpenMP makes none, and ends the process."""
 
@@ -44,7 +46,7 @@ def ending(
     if kept is not None:
         with contextlib.suppress(ValueError):  # not the main thread: whoever started it keeps its signals
             # a polite kill ends a run as Ctrl-C does: finished work is kept, and the command to continue is printed
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     except wrong as error:

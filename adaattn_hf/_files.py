@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         os.chmod(fresh, 0o666 & ~mask)
         os.replace(fresh, path)
     except BaseException:
-        os.unlink(fresh)
+        Path(fresh).unlink(missing_ok=True)  # Ctrl-C may come when it has its name already
         raise
 
 

@@ -98,8 +98,12 @@ class Journal:
                     f"output_dir: {self.path} is being written by another process; wait for it, or pass another "
                     "--output-dir"
                 )
-            if not self.path.stat().st_size:
-                self._file.write(_line(heading))
+            line = _line(heading)
+            with self.path.open("rb") as file:
+                begun = file.read(len(line))
+            if begun != line and line.startswith(begun):  # nothing, or less than a line: the disk was full
+                os.truncate(self.path, 0)
+                self._file.write(line)
                 self._file.flush()
             elif resume:
                 self._read(heading)

@@ -36,7 +36,8 @@ def silenced(file: int = STDOUT) -> Iterator[None]:
         yield
         return
     nowhere, printed = os.open(os.devnull, os.O_WRONLY), sys.stdout
-    passed_on = open(kept, "w", buffering=1, encoding=getattr(printed, "encoding", None), closefd=False)  # noqa: SIM115
+    letters = {name: getattr(printed, name, None) for name in ("encoding", "errors")}
+    passed_on = open(kept, "w", buffering=1, closefd=False, **letters)  # noqa: SIM115
     weakref.finalize(passed_on, os.close, kept)  # a thread may still be printing when the solver is done
     with contextlib.suppress(AttributeError, OSError, ValueError):  # where Python prints to no file of the process
         if printed.fileno() == file:

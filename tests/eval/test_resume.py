@@ -81,6 +81,16 @@ def test_a_torn_last_line_is_measured_again(loaded: checkpoint.Checkpoint, tmp_p
         assert len(path.read_bytes().splitlines()) == len(full.splitlines())
 
 
+@pytest.mark.parametrize("kept", [0, 1, -1])
+def test_a_torn_first_line_is_a_run_that_did_not_begin(kept: int, tmp_path: Path) -> None:
+    with journal.Journal(tmp_path, {"a": 1}):
+        whole = (tmp_path / journal.NAME).read_bytes()
+    for resume in (False, True):
+        (tmp_path / journal.NAME).write_bytes(whole[:kept])
+        with journal.Journal(tmp_path, {"a": 1}, resume=resume) as again:
+            assert (again.records, again.path.read_bytes()) == ({}, whole)
+
+
 def test_a_damaged_line_is_not_believed(loaded: checkpoint.Checkpoint, tmp_path: Path) -> None:
     whole = run(loaded, tmp_path)
     path = tmp_path / journal.NAME

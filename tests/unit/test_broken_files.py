@@ -38,6 +38,19 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
+def test_ctrl_c_behind_the_last_step_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = os.replace
+
+    def interrupted(old: str, new: Path) -> None:
+        renamed(old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "plan.json", "new")
+    assert (tmp_path / "plan.json").read_text() == "new"
+
+
 def test_of_two_writers_of_a_file_one_is_last_and_whole(tmp_path: Path) -> None:
     target, texts = tmp_path / "plan.json", ["a" * 300_000, "b" * 200_000]
     with ThreadPoolExecutor(2) as pool:

@@ -3,13 +3,16 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 
 import adaattn_cli
@@ -17,6 +20,7 @@ import adaattn_hf
 from adaattn_cli import app as application
 from adaattn_cli import doctor
 from adaattn_cli.commands import COMMANDS
+from adaattn_cli.ending import ending
 from adaattn_hf.backends.native.library import level_here
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.demo import demo_model_path
@@ -87,6 +91,24 @@ def test_a_command_runs_after_its_options_were_read(interpreter: WarmInterpreter
     assert done.stderr.startswith("error: no-such-plan"), done.stderr[-2000:]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="has no device that is full")
+def test_a_full_disk_under_standard_output_is_a_sentence(interpreter: WarmInterpreter, tmp_path: Path) -> None:
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    for words in (["doctor"], ["doctor", "--json"]):
+        done = interpreter.run(full + QUICK.format(words=words), tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (3, 1), done.stderr[-2000:]
+        assert done.stderr.startswith("error: standard output: No space left on device")
+
+
+def test_closed_streams_are_none_to_a_command(interpreter: WarmInterpreter, tmp_path: Path) -> None:
+    """Nor does a file take their numbers, to be written to by libraries."""
+    closed = "import os, sys; sys.stdout = sys.stderr = None; os.closerange(1, 3)\n"
+    same = "os.path.samestat(os.fstat({}), os.stat(os.devnull))"
+    asked = f"import atexit; atexit.register(lambda: {same.format(1)} and {same.format(2)} or os._exit(9))\n"
+    done = interpreter.run(closed + asked + QUICK.format(words=["doctor"]), tmp_path)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_version_is_that_of_the_source_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a checkout that was installed when it was older, or never."""
     monkeypatch.setattr("importlib.metadata.version", {"typer": "1"}.__getitem__)
@@ -127,9 +149,31 @@ def test_ctrl_c_before_there_is_a_command_leaves_no_traceback(monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(application, "run", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(SystemExit) as end:
         adaattn_cli.main()
-    assert end.value.code == 130
+    assert (end.value.code, signal.signal(signal.SIGINT, before)) == (130, adaattn_cli.interrupt)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_finalizer_is_no_less_one(kind: signal.Signals) -> None:
+    """As where garbage is collected, which Python code sees nowhere else."""
+    over = []
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(kind)
+            over.append(kind)
+
+    def collect() -> None:
+        Finalized()
+        time.sleep(60)
+
+    before = signal.signal(signal.SIGINT, adaattn_cli.interrupt)
+    with pytest.raises(typer.Exit) as end, ending(kept=lambda: "nothing"):
+        collect()
+    signal.signal(signal.SIGINT, before)
+    assert (end.value.exit_code, over) == (130, [kind])
 
 
 def test_a_bar_of_another_library_is_drawn_in_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
