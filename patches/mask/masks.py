@@ -15,7 +15,7 @@ from adaattn_hf.attention.tracing import tracing, transient
 from adaattn_hf.backends.select import missing
 from adaattn_hf.config import raw_settings
 
-from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
+from ..models.families import DENSE_MASK, LOSES_BORDERS, UnsupportedModel, family_of, refusal_of
 from .mask_pattern import causality, read_pattern
 from .structured_mask import StructuredMask, recall, store_structure
 
@@ -56,11 +56,11 @@ def adaattn_mask(
         if shared is not None:
             return StructuredMask(shared, mask_device)
     family = family_of(config)
-    if config is not None and (family.unrouted or not uses_interface(type(config))):
-        raise UnsupportedModel(unsupported(type(config).__name__, family.unrouted))
+    if config is not None and (reason := refusal_of(type(config))) is not None:
+        raise UnsupportedModel(reason)
     alone: bool = False
     caller: dict[str, Any] = {}
-    if family.loses_borders and not tracing():
+    if family in LOSES_BORDERS and not tracing():
         from .packed_arguments import caller_arguments  # imported here: few families keep documents to themselves
 
         alone, caller = caller_arguments()
@@ -82,7 +82,7 @@ def adaattn_mask(
         assert built is not None  # only the skips give none
         return built
 
-    if family.dense_mask:
+    if family in DENSE_MASK:
         return stock()
     if bare or alone:
         attention_mask = None  # at most one of ones; the model may have made it itself
@@ -109,7 +109,7 @@ def adaattn_mask(
     offset = (q_offset.clone() if isinstance(q_offset, Tensor) else q_offset) - kv_offset
     dropped = _dropped(attention_mask, kv_offset)
     structure = MaskStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
-    if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
+    if key is not None and family not in LOSES_BORDERS:  # else what its caller told is looked up each time
         store_structure(key, structure)
     if caller:
         from .documents import with_documents, with_restarts

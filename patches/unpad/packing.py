@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..models.cache_keyword import cache_in
-from ..models.families import family_of
+from ..models.families import ENCODER_ONLY, NUMBERS_TOKENS, family_of
 from ..models.positions import ropes_of, set_by_length
 from ..models.support import is_ours
 from .layout import PackedLayout, PackedPrefill
@@ -153,7 +153,7 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> str | None
 
 def has_cache(config: Any) -> bool:
     """Whether the model can keep keys and values from call to call."""
-    return not family_of(config).encoder_only or bool(getattr(config, "is_decoder", False))
+    return family_of(config) not in ENCODER_ONLY or bool(getattr(config, "is_decoder", False))
 
 
 def makes_cache(module: nn.Module, arguments: Mapping[str, Any], config: Any) -> bool:
@@ -205,7 +205,7 @@ def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
         if hasattr(module, "create_position_ids_from_inputs_embeds") and "padding_idx" in vars(module):
             # no closure, which could not be pickled with the model
             return functools.partial(_after_padding_index, padding_index=int(vars(module)["padding_idx"]))
-    return _real_tokens if family_of(config).numbers_tokens else _columns
+    return _real_tokens if family_of(config) in NUMBERS_TOKENS else _columns
 
 
 def _columns(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.call import batching, extended, interface
 from adaattn_hf.patches.mask import documents, masks, packed_arguments
-from adaattn_hf.patches.models.families import FAMILIES
+from adaattn_hf.patches.models import families
 from adaattn_hf.patches.plans import bound, check, hashes, snapshot
 from adaattn_hf.patches.unpad import check as unpad_check
 from adaattn_hf.patches.unpad.layout import PackedPrefill
@@ -477,7 +477,8 @@ def test_it_reports_a_stand_in_for_a_cache_that_lacks_what_a_family_asks_for(mon
 
 
 def test_it_reports_sinks_of_each_token_that_nobody_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(FAMILIES, "inkling2")
+    monkeypatch.delitem(families.UNROUTED, "inkling2")
+    monkeypatch.setattr(families, "_refusal_of", families._refusal_of.__wrapped__)
     with pytest.raises(AssertionError, match="check lets pass"):
         twins.judge_family("inkling2_text")
 

@@ -19,7 +19,7 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.layers import CachedLayer
-from adaattn_hf.patches.call import interface
+from adaattn_hf.patches.call import extended
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask import structured_mask
 from adaattn_hf.patches.mask.masks import adaattn_mask
@@ -42,13 +42,13 @@ def nothing_remembered() -> Iterator[None]:
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    way, calls = interface.attend_extended, [0]
+    way, calls = extended.attend_extended, [0]
 
     def counted(*arguments: Any) -> Any:
         calls[0] += 1
         return way(*arguments)
 
-    monkeypatch.setattr(interface, "attend_extended", counted)
+    monkeypatch.setattr(extended, "attend_extended", counted)
     return calls
 
 
