@@ -20,8 +20,7 @@ from adaattn_hf.config import EXACT, raw_settings, settings_of
 from ..mask.documents import with_documents, with_selected_keys
 from ..mask.structured_mask import StructuredMask, maskless, recall, store_structure
 from ..plans.slots import LAYER, instead
-from .keywords import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS
-from .refusals import check_call, check_dense, check_paged, check_square, with_bias
+from .refusals import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS, check_call, check_dense, check_paged, check_square, with_bias
 
 if TYPE_CHECKING:
     from adaattn_hf.plans.bound_layer import BoundLayer

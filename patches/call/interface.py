@@ -25,7 +25,7 @@ from adaattn_hf.config import settings_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
 from ..plans.slots import BLOCKS, LAYER, instead, layer_of
-from .keywords import ALLOWED_KEYWORDS, DOCUMENTS
+from .refusals import ALLOWED_KEYWORDS, DOCUMENTS, check_transform
 
 if TYPE_CHECKING:
     from adaattn_hf.plans.bound_layer import BoundLayer
@@ -88,8 +88,6 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 )  # fmt: skip
         forced = backend
         if watched and backend in (None, "native") and (transform := transform_at_work()) is not None:
-            from .refusals import check_transform
-
             check_transform(backend, transform, query, key)
             forced = "eager"  # a transform sees torch's operations, and nothing of our kernels
         stored = streams = None
