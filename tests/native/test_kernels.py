@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.rounding import through_int8
+from adaattn_hf.attention.heads import through_int8
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native import launch
 from adaattn_hf.backends.native.launch import rules_of
