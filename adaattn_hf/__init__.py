@@ -22,7 +22,7 @@ if all((_BESIDE / name).is_file() for name in ("pyproject.toml", "patches/regist
             "adaattn_hf.backends.native` there, or start Python elsewhere to import an installed copy"
         )
 
-from adaattn_hf.patches.call.keywords import allow_keywords  # noqa: E402
+from adaattn_hf.patches.call.refusals import allow_keywords  # noqa: E402
 from adaattn_hf.patches.registry import NAMES, continuous_batching, register, unregister  # noqa: E402
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from adaattn_hf.patches.observe.explain import Explanation, explain
     from adaattn_hf.patches.observe.monitoring import monitoring, statistics
     from adaattn_hf.patches.observe.record import AttentionRecord, record
-    from adaattn_hf.patches.plans.attach import load_plan, plan_of, remove_plan
+    from adaattn_hf.patches.plans.attach import configure, load_plan, plan_of, remove_plan
     from adaattn_hf.patches.plans.block import use_plan
-    from adaattn_hf.patches.plans.settings import configure
     from adaattn_hf.patches.prepare import PrepareError, prepare, restore, unpad_calls
 
     from .config import AdaAttnConfig, ConfigError
@@ -57,10 +56,9 @@ _LATE = {
     "adaattn_hf.patches.cache.disk": ("load_cache", "save_cache"),
     "adaattn_hf.patches.observe.explain": ("Explanation", "explain"),
     "adaattn_hf.patches.observe.monitoring": ("monitoring", "statistics"),
-    "adaattn_hf.patches.plans.attach": ("load_plan", "plan_of", "remove_plan"),
+    "adaattn_hf.patches.plans.attach": ("configure", "load_plan", "plan_of", "remove_plan"),
     "adaattn_hf.patches.prepare": ("PrepareError", "prepare", "restore", "unpad_calls"),
     "adaattn_hf.patches.observe.record": ("AttentionRecord", "record"),
-    "adaattn_hf.patches.plans.settings": ("configure",),
     "adaattn_hf.patches.models.families": ("UnsupportedModel",),
     "adaattn_hf.patches.models.support": ("check",),
     "adaattn_hf.plans.plan": ("Plan", "PlanError"),

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .call import AttentionCall, AttentionResult
 from .kind import HEAD_BF16, HEAD_INT8, HEAD_SINKS, HEAD_UNTIL, HEAD_WINDOWS, PER_HEAD
-from .rounding import through_dtype, through_int8
 from .structure import MaskStructure
 
 HEAD_PRECISIONS = ("model", "bf16", "int8")
+INT8_LEVELS = 127.0
 
 ALL = 1 << 30
 """The window of a head that has none, and the most that tables of int32 are told of: no call has as many keys."""
@@ -128,6 +128,22 @@ def windows_and_reach(structure: MaskStructure, rules: HeadRules) -> WindowsAndR
     reaches = [w + (sinks if structure.causal else 0) for w, sinks in windows if w is not None]
     narrow = tuple((ALL, 0) if w is None else (min(w, ALL), min(s, ALL)) for w, s in windows)
     return narrow, min(reaches, default=ALL)
+
+
+def through_int8(tensor: Tensor) -> Tensor:
+    """Returns the tensor after rounding to int8 and back, in its own dtype: one scale per vector of the last axis.
+
+    A vector of zeros stays one.
+    """
+    peak = tensor.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(peak > 0, peak / INT8_LEVELS, torch.ones_like(peak))
+    codes = torch.round(tensor / scale).clamp_(-INT8_LEVELS, INT8_LEVELS).to(torch.int8)
+    return codes.to(tensor.dtype) * scale
+
+
+def through_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the tensor after rounding to `dtype` and back."""
+    return tensor.to(dtype).to(tensor.dtype)
 
 
 def reference_call(call: AttentionCall) -> AttentionCall:

@@ -16,25 +16,28 @@ from torch import Tensor, nn
 
 from .call import AttentionCall
 
+Tap = Callable[[nn.Module, AttentionCall], Tensor]
+"""Maps a module and its call to the output `[batch, q_len, heads, head_dim_v]`."""
 
+
+@dataclass(eq=False)
 class Listener:
-    """Hears the attention calls of a thread; a subclass overrides what interests it.
+    """Hears the attention calls of a thread, by up to three functions of the module and the call.
 
     A call's `layer` and `backend` say which layer makes it, and which backend was asked for by name.
+
+    Attributes:
+        before: Notes a call that is about to be computed.
+        answer: Returns the output `[batch, q_len, heads, head_dim_v]` in the model's place, or None to leave that to
+            it. The call has keys and values as numbers, whatever a cache stores.
+        after: Looks at the output, which is its third argument.
+        whole: Who needs all heads and keys of a call at once, which streaming caches do not keep; empty if nobody does.
     """
 
-    whole = ""
-    """Who needs all heads and keys of a call at once, which streaming caches do not keep; empty if nobody does."""
-
-    def before(self, module: nn.Module, call: AttentionCall) -> None:
-        """Note a call that is about to be computed."""
-
-    def answer(self, module: nn.Module, call: AttentionCall) -> Tensor | None:
-        """Return the output `[batch, q_len, heads, head_dim_v]` in the model's place, or None to leave that to it."""
-        return None
-
-    def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
-        """Look at the output of a call, `[batch, q_len, heads, head_dim_v]`."""
+    before: Callable[[nn.Module, AttentionCall], object] | None = None
+    answer: Callable[[nn.Module, AttentionCall], Tensor | None] | None = None
+    after: Callable[[nn.Module, AttentionCall, Tensor], object] | None = None
+    whole: str = ""
 
 
 _listeners: ContextVar[tuple[Listener, ...]] = ContextVar("adaattn_listeners", default=())
@@ -54,36 +57,24 @@ def listening(listener: L) -> Iterator[L]:
         _listeners.set(tuple(other for other in listeners() if other is not listener))
 
 
+def tapping(tap: Tap) -> AbstractContextManager[Listener]:
+    """Lets a function answer the calls of this thread."""
+    return listening(Listener(answer=tap, whole="calibration or a profile"))
+
+
 def ask(heard_by: Sequence[Listener], module: nn.Module, call: AttentionCall) -> Tensor | None:
     """Tells listeners of a call; returns the innermost answer, None if the model is to compute it."""
     for listener in heard_by:
-        listener.before(module, call)
-    answers = (listener.answer(module, call) for listener in reversed(heard_by))
-    return next((out for out in answers if out is not None), None)
+        if listener.before is not None:
+            listener.before(module, call)
+    for listener in reversed(heard_by):
+        if listener.answer is not None and (out := listener.answer(module, call.dequantised())) is not None:
+            return out
+    return None
 
 
 def show(heard_by: Sequence[Listener], module: nn.Module, call: AttentionCall, out: Tensor) -> None:
     """Shows listeners the output of a call, the innermost one first."""
     for listener in reversed(heard_by):
-        listener.after(module, call, out)
-
-
-Tap = Callable[[nn.Module, AttentionCall], Tensor]
-"""Maps a module and its call to the output `[batch, q_len, heads, head_dim_v]`."""
-
-
-@dataclass(eq=False)
-class Answers(Listener):
-    """Answers every call by a function, which is given keys and values as numbers."""
-
-    whole = "calibration or a profile"
-    function: Tap
-
-    def answer(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """Return what the function computes."""
-        return self.function(module, call.dequantised())
-
-
-def tapping(tap: Tap) -> AbstractContextManager[Answers]:
-    """Lets a function answer the calls of this thread."""
-    return listening(Answers(tap))
+        if listener.after is not None:
+            listener.after(module, call, out)

@@ -7,32 +7,17 @@ Imports no backend and materialises everything.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
-from .call import AttentionCall
+from .call import AttentionCall, AttentionResult
 from .heads import reference_call
 from .tracing import autocast_device
 
 
-class ReferenceResult(NamedTuple):
-    """What attention is: `out` `[batch, q_len, heads, head_dim_v]`.
+def attention(call: AttentionCall, dtype: torch.dtype = torch.float64) -> AttentionResult:
+    """Exact attention in `dtype`, without dropout; `lse` in `dtype`, too, whether it was asked for or not.
 
-    `weights` `[batch, heads, q_len, kv_len]`, `lse` `[batch, heads, q_len]` in nats.
-    """
-
-    out: Tensor
-    weights: Tensor
-    lse: Tensor
-
-
-def attention(call: AttentionCall, dtype: torch.dtype = torch.float64) -> ReferenceResult:
-    """Exact attention in `dtype`, without dropout.
-
-    Rows that see no key give zeros in `out` and `weights` and -inf in `lse`. Rules per head are computed as
-    `heads.reference_call` says.
+    Rules per head are computed as `heads.reference_call` says.
     """
     call = reference_call(call.dequantised())
     query, key, value = (t.to(dtype) for t in (call.query, call.key, call.value))
@@ -58,4 +43,4 @@ def attention(call: AttentionCall, dtype: torch.dtype = torch.float64) -> Refere
         lse = (top + torch.log(total)).squeeze(3)
         weights = weights / torch.where(total == 0, torch.ones_like(total), total)
         out = torch.matmul(weights, value).transpose(1, 2)
-    return ReferenceResult(out, weights, lse)
+    return AttentionResult(out, lse)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..attention.call import AttentionCall, AttentionResult
 from ..attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, OPAQUE, SINKS, SOFTCAP, STORED, CallKind
+from ..attention.softmax import softmax_parts, weighted
 from .base import Backend, Kernel, Supports
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 
 def _parts(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    from ..attention.softmax import softmax_parts
-
     visible = call.structure.visible(device=call.query.device)
     return softmax_parts(
         call.query, call.key, call.scaling,
@@ -47,8 +46,6 @@ class EagerBackend(Backend):
 
 def _attend(call: AttentionCall) -> AttentionResult:
     """Attention with the score matrix in memory; dropout falls on the normalised weights."""
-    from ..attention.softmax import weighted
-
     call = call.dequantised()
     weights, top, total = _parts(call)
     out = weighted(weights, call.value, call.dropout).to(call.query.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.call import AttentionCall
-from ..attention.rounding import through_dtype, through_int8
+from ..attention.heads import through_dtype, through_int8
 from ..attention.softmax import softmax_parts, weighted
 
 DISTANCES = (0, 16, 64, 256, 1024, 4096, 16384)

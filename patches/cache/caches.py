@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from adaattn_hf.plans.limits import unproven
 
-from ..models.families import family_of
+from ..models.families import COMPUTES_WITH_CACHE, family_of
 from ..plans.attach import plan_of
 from .formats import CACHES as CACHES
 from .formats import check_channels
@@ -239,7 +239,6 @@ def computes_with_cache(model: PreTrainedModel) -> bool:
     So do some families, and every layer whose cache holds compressed latents (MLA, which Transformers expands by this
     method).
     """
-    family = family_of(model.config.get_text_config(decoder=True))
-    return (family is not None and family.computes_with_cache) or any(
+    return family_of(model.config.get_text_config(decoder=True)) in COMPUTES_WITH_CACHE or any(
         hasattr(module, "expand_kv") for module in model.modules()
     )

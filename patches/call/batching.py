@@ -33,8 +33,7 @@ from ..mask.structured_mask import StructuredMask
 from ..plans.bound import checked_layer
 from ..plans.slots import BLOCKS
 from .interface import UNREAD, attend_ordinary, attention_function
-from .keywords import IGNORED_KEYWORDS
-from .refusals import check_untransformed, refuse_unknown
+from .refusals import IGNORED_KEYWORDS, check_untransformed, refuse_unknown
 
 Part = tuple[slice | Tensor, Runs]
 """Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
@@ -86,22 +85,19 @@ def attend_requests(
     attention_mask: Any = None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    *,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Returns the output `[1, q_len, heads, head_dim_v]` of all requests; tokens of no request are zero.
 
-    `cache` is the engine's paged cache, in Transformers before 5.24, whose models do not write to it themselves.
+    Among `kwargs` are those that `interface` names, and `cache`, the engine's paged cache, in Transformers before 5.24,
+    whose models do not write to it themselves.
     ValueError for what is no step of continuous batching or not served in one, BackendRefusal under a function
     transform, PlanError where some thread runs the model with another plan (`use_plan`).
     """
+    named = "is_causal", "sliding_window", "softcap", "s_aux", "cache"
+    is_causal, window, softcap, s_aux, cache = (kwargs.pop(name, None) for name in named)
     _refuse(module, attention_mask, dropout, is_causal, kwargs)
-    window = sliding_window or getattr(module, "sliding_window", None) or None
+    window = window or getattr(module, "sliding_window", None) or None
     if cache is not None:
         key, value = _updated(cache, key, value, module, kwargs)
     borders = kwargs["cu_seq_lens_k"]

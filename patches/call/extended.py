@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +17,13 @@ from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
 from adaattn_hf.config import EXACT, raw_settings, settings_of
 
+from ..mask.documents import with_documents, with_selected_keys
 from ..mask.structured_mask import StructuredMask, maskless, recall, store_structure
 from ..plans.slots import LAYER, instead
-from .keywords import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS
+from .refusals import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS, check_call, check_dense, check_paged, check_square, with_bias
 
 if TYPE_CHECKING:
     from adaattn_hf.plans.bound_layer import BoundLayer
-
-collecting: Callable[[], Any] = output_capturing._active_collector.get
-"""What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
 
 
 def attend_extended(
@@ -49,7 +46,7 @@ def attend_extended(
     raw = raw_settings(getattr(module, "config", None))
     settings = EXACT if raw is None else settings_of(raw, LAYER in module.__dict__)
     forced = settings.backend if backend is None else backend
-    collected = None if compiling else collecting()
+    collected = None if compiling else output_capturing._active_collector.get()  # as in `interface`
     wants_weights = kwargs.get("output_attentions") or (collected is not None and "attentions" in collected)
     if not compiling:
         call.layer, call.backend = module.__dict__.get("layer_idx"), forced
@@ -113,8 +110,6 @@ def _read(
         and (sliding_window is None or mask is not None)
         and KNOWN_KEYWORDS.issuperset(kwargs)
     ):
-        from .refusals import check_call
-
         check_call(module, query, key, mask, bias, scaling, sliding_window, kwargs)
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = in_one_batch(query, key, value)
@@ -127,8 +122,6 @@ def _read(
     if bias is not None:
         bias = bias[..., : structure.q_len, : structure.kv_len]
         if added is not None:
-            from .refusals import with_bias
-
             bias = with_bias(added, bias, query, structure.kv_len)
         added = bias
     call.query, call.key, call.value, call.structure, call.bias = query, key, value, structure, added
@@ -177,8 +170,6 @@ def _read_mask(
         padding = attention_mask.bool()[:, attention_mask.shape[1] - kv_len :].expand(batch, -1)
         offset = kv_len - q_len if causal else 0
         return MaskStructure(batch, q_len, kv_len, causal, offset, key_padding=padding), None
-    from .refusals import check_dense
-
     check_dense(module, attention_mask, (batch, heads, q_len, kv_len))
     mask: Tensor = attention_mask
     if mask.dtype.is_floating_point:
@@ -190,9 +181,6 @@ def _with_keywords(
     module: nn.Module, structure: MaskStructure, mask: Any, heads: int, kwargs: dict[str, Any]
 ) -> MaskStructure:
     # what keywords add to a structure: packed documents and selected keys
-    from ..mask.documents import with_documents, with_selected_keys
-    from .refusals import check_paged, check_square
-
     check_paged(module, kwargs)
     if (cu_q := kwargs.get("cu_seq_lens_q")) is not None:
         cu_k = kwargs.get("cu_seq_lens_k")

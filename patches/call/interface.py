@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from transformers.utils import output_capturing
 
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import listeners
@@ -24,15 +25,16 @@ from adaattn_hf.config import settings_of
 
 from ..mask.structured_mask import StructuredMask, maskless, recall
 from ..plans.slots import BLOCKS, LAYER, instead, layer_of
-from .extended import attend_extended as attend_extended
-from .extended import collecting
-from .keywords import ALLOWED_KEYWORDS, DOCUMENTS
+from .refusals import ALLOWED_KEYWORDS, DOCUMENTS, check_transform
 
 if TYPE_CHECKING:
     from adaattn_hf.plans.bound_layer import BoundLayer
 
 UNREAD: Any = None
 """In place of the structure and the scaling of a call that nobody has read yet."""
+
+collecting: Callable[[], Any] = output_capturing._active_collector.get
+"""What Transformers collects by hooks: attention weights, say, as GPT-2 does not pass `output_attentions` on."""
 
 AttentionFunction = Callable[..., tuple[Tensor, "Tensor | None"]]
 
@@ -86,8 +88,6 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 )  # fmt: skip
         forced = backend
         if watched and backend in (None, "native") and (transform := transform_at_work()) is not None:
-            from .refusals import check_transform
-
             check_transform(backend, transform, query, key)
             forced = "eager"  # a transform sees torch's operations, and nothing of our kernels
         stored = streams = None
@@ -115,6 +115,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             out = attend_ordinary(module, call, attention_mask, is_causal, backend, kwargs)
             if out is not None:
                 return out.contiguous(), None
+        from .extended import attend_extended  # a process whose calls are ordinary needs nothing of it
+
         return attend_extended(module, call, attention_mask, is_causal, sliding_window, forced, streams, kwargs)
 
     return adaattn

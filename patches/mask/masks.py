@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import MaskStructure
@@ -15,7 +18,9 @@ from adaattn_hf.attention.tracing import tracing, transient
 from adaattn_hf.backends.select import missing
 from adaattn_hf.config import raw_settings
 
-from ..models.families import UnsupportedModel, family_of, unsupported, uses_interface
+from ..models.cache_keyword import CACHE_KEYWORDS, arguments_of
+from ..models.families import DENSE_MASK, LOSES_BORDERS, UnsupportedModel, family_of, refusal_of
+from .documents import with_documents, with_restarts
 from .mask_pattern import causality, read_pattern
 from .structured_mask import StructuredMask, recall, store_structure
 
@@ -56,13 +61,11 @@ def adaattn_mask(
         if shared is not None:
             return StructuredMask(shared, mask_device)
     family = family_of(config)
-    if config is not None and (family.unrouted or not uses_interface(type(config))):
-        raise UnsupportedModel(unsupported(type(config).__name__, family.unrouted))
+    if config is not None and (reason := refusal_of(type(config))) is not None:
+        raise UnsupportedModel(reason)
     alone: bool = False
     caller: dict[str, Any] = {}
-    if family.loses_borders and not tracing():
-        from .packed_arguments import caller_arguments  # imported here: few families keep documents to themselves
-
+    if family in LOSES_BORDERS and not tracing():
         alone, caller = caller_arguments()
 
     def stock() -> Tensor:
@@ -82,7 +85,7 @@ def adaattn_mask(
         assert built is not None  # only the skips give none
         return built
 
-    if family.dense_mask:
+    if family in DENSE_MASK:
         return stock()
     if bare or alone:
         attention_mask = None  # at most one of ones; the model may have made it itself
@@ -109,11 +112,9 @@ def adaattn_mask(
     offset = (q_offset.clone() if isinstance(q_offset, Tensor) else q_offset) - kv_offset
     dropped = _dropped(attention_mask, kv_offset)
     structure = MaskStructure(batch_size, q_length, kv_length, q_offset=offset, dropped=dropped, **rules)
-    if key is not None and not family.loses_borders:  # else what its caller told is looked up each time
+    if key is not None and family not in LOSES_BORDERS:  # else what its caller told is looked up each time
         store_structure(key, structure)
     if caller:
-        from .documents import with_documents, with_restarts
-
         cu_q, cu_k, positions = map(caller.get, ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids"))
         if cu_q is not None:
             structure = with_documents(structure, cu_q, cu_k)
@@ -184,3 +185,35 @@ def _dropped(attention_mask: Tensor | None, kv_offset: int) -> int | Tensor:
     if attention_mask is None or kv_offset == 0:
         return kv_offset
     return (kv_offset - attention_mask.int().argmax(1)).clamp_min(0)
+
+
+def caller_arguments() -> tuple[bool, dict[str, Any]]:
+    """Looks up what the model that makes a mask was called with.
+
+    Returns whether it is a call without a mask and without a cache, and its arguments by name, none where no model is
+    found. In Transformers positions that fall back tell documents in such calls alone; an empty cache is one, too.
+
+    Transformers hands a mask function sizes, a padding mask and the configuration, and attention what the model passes
+    on. A few families pass on no lengths, make their masks without positions, or make a mask of ones themselves, and an
+    empty cache leaves no trace in sizes. No argument and no documented hook of theirs tells the rest for a model that
+    is only loaded by `attn_implementation`. So the call stack is read, from the mask function to the call of the model.
+    """
+    # what calls the mask function: in Transformers it has the cache among its arguments
+    caller = sys._getframe(2)
+    variables = caller.f_locals
+    caches = [variables[name] for name in CACHE_KEYWORDS if name in variables]
+    model: Any = None
+    frame: FrameType | None = caller
+    while frame is not None:
+        variables, frame = frame.f_locals, frame.f_back
+        owner = variables.get("self", model)
+        if model is None and isinstance(owner, nn.Module):
+            model = owner
+        if owner is not model:
+            break
+        # a call around the model's forward, which itself may have set its arguments anew
+        if model is not None and {"self", "args", "kwargs"} <= variables.keys():
+            arguments = arguments_of(inspect.signature(type(model).forward), variables["args"], variables["kwargs"])
+            bare = len(caches) == 1 and caches[0] is None and arguments.get("attention_mask") is None
+            return bare, arguments
+    return False, {}

@@ -1,4 +1,4 @@
-"""What is known about model families that their configurations do not tell, one record per family."""
+"""What is known about model families that their configurations do not tell, one set of families per fact."""
 
 from __future__ import annotations
 
@@ -6,70 +6,45 @@ import functools
 import importlib
 import inspect
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-
-@dataclass(frozen=True)
-class Family:
-    """Facts of one `config.model_type`.
-
-    Attributes:
-        encoder_only: The family keeps no keys and values from call to call, unless it is configured as a decoder.
-        dense_mask: The model slices or combines the prepared mask and needs a tensor.
-        loses_borders: The model makes its masks without positions, or does not pass `cu_seq_lens_*` to attention;
-            what its caller told of documents is looked up, and they begin where positions fall back.
-        numbers_tokens: The model numbers the real tokens of a padded batch, and not its columns.
-        computes_with_cache: The model computes with what its cache hands to it before attention does, which codes are
-            not for.
-        unrouted: How a part of the model bypasses Transformers' attention interface, where its source does not show
-            it; empty if none does.
-    """
-
-    encoder_only: bool = False
-    dense_mask: bool = False
-    loses_borders: bool = False
-    numbers_tokens: bool = False
-    computes_with_cache: bool = False
-    unrouted: str = ""
-
-
-_FACTS = {
-    "encoder_only": """
-        albert bert camembert convbert data2vec-text distilbert electra ernie esm eurobert flaubert ibert
-        jina_embeddings_v3 mobilebert modernbert mpnet nomic_bert roberta roberta-prelayernorm roc_bert roformer
-        splinter xlm-roberta xlm-roberta-xl xmod
-        """,
-    "dense_mask": """
-        axk2 deepseek_v32 dots3_note glm_moe_dsa granite_speech5 hy_v4 mistral_large4
-        nemotron_asr_streaming parakeet pix2struct qwen4_exp sam3 sam3_lite_text swin beit gpt_bigcode granite4_vision
-        siglip2 diffusion_gemma
-        """,
-    "loses_borders": "afmoe biogpt gpt_oss nemotron opt stablelm",
-    "numbers_tokens": "biogpt opt",
-    "computes_with_cache": "cpmant diffllama doge jetmoe",
-}
-_UNROUTED = {
+ENCODER_ONLY = frozenset((
+    "albert", "bert", "camembert", "convbert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "eurobert",
+    "flaubert", "ibert", "jina_embeddings_v3", "mobilebert", "modernbert", "mpnet", "nomic_bert", "roberta",
+    "roberta-prelayernorm", "roc_bert", "roformer", "splinter", "xlm-roberta", "xlm-roberta-xl", "xmod",
+))  # fmt: skip
+"""They keep no keys and values from call to call, unless they are configured as a decoder."""
+DENSE_MASK = frozenset((
+    "axk2", "deepseek_v32", "dots3_note", "glm_moe_dsa", "granite_speech5", "hy_v4", "mistral_large4",
+    "nemotron_asr_streaming", "parakeet", "pix2struct", "qwen4_exp", "sam3", "sam3_lite_text", "swin", "beit",
+    "gpt_bigcode", "granite4_vision", "siglip2", "diffusion_gemma",
+))  # fmt: skip
+"""Their models slice or combine the prepared mask and need a tensor."""
+LOSES_BORDERS = frozenset(("afmoe", "biogpt", "gpt_oss", "nemotron", "opt", "stablelm"))
+"""Their models make masks without positions, or do not pass `cu_seq_lens_*` to attention: what their caller told of
+documents is looked up, and they begin where positions fall back."""
+NUMBERS_TOKENS = frozenset(("biogpt", "opt"))
+"""Their models number the real tokens of a padded batch, and not its columns."""
+COMPUTES_WITH_CACHE = frozenset(("cpmant", "diffllama", "doge", "jetmoe"))
+"""Their models compute with what their cache hands to them before attention does, which codes are not for."""
+UNROUTED = {
     "bigbird_pegasus": "adds the attention mask to scores of its own in the encoder",
     "deepseek_v4": "extends the mask by scores of its own",
     "inkling2": "gives every token attention sinks of its own",
     "inkling2_loop": "gives every token attention sinks of its own",
 }
-FAMILIES: dict[str, Family] = {
-    name: Family(**{fact: name in names.split() for fact, names in _FACTS.items()}, unrouted=_UNROUTED.get(name, ""))
-    for name in sorted({*" ".join(_FACTS.values()).split(), *_UNROUTED})
-}
-_ORDINARY = Family()
-ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
+"""How a part of their models bypasses Transformers' attention interface, where its source does not show it."""
+
+_ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 
 
-def family_of(config: Any) -> Family:
-    """Returns the record of a configuration's family; an ordinary one where there is none."""
+def family_of(config: Any) -> str:
+    """Returns the name of a configuration's family, by which this module's sets know it."""
     # called in every forward pass: class attributes are ten times as fast as `PretrainedConfig.__getattribute__`
-    model_type = getattr(type(config), "model_type", "") or getattr(config, "model_type", "")
-    return FAMILIES.get(model_type.removesuffix("_text"), _ORDINARY)
+    model_type: str = getattr(type(config), "model_type", "") or getattr(config, "model_type", "")
+    return model_type.removesuffix("_text")
 
 
 class UnsupportedModel(ValueError):
@@ -86,17 +61,32 @@ def unsupported(who: str, how: str = "") -> str:
 
 
 @torch.compiler.assume_constant_result
-def uses_interface(config_class: type) -> bool:
-    """Whether the modeling file beside a configuration class uses Transformers' attention interface.
+def refusal_of(config_class: type) -> str | None:
+    """Returns why models of a configuration's class are not supported, None if they are.
 
-    True for one that has no attention of its own, and for remote code whose modeling file is not found.
+    So are models whose modeling file has no attention of its own, and remote code whose file is not found.
     """
-    source = modeling_source(config_class)
-    return source is None or "ALL_ATTENTION_FUNCTIONS" in source or not ATTENTION_CLASS.search(source)
+    return _refusal_of(config_class)
 
 
 @functools.cache
-def modeling_source(config_class: type) -> str | None:
+def _refusal_of(config_class: Any) -> str | None:
+    name = config_class.__name__
+    if unrouted := UNROUTED.get(family_of(config_class)):
+        return unsupported(name, unrouted)
+    source = _modeling_source(config_class)
+    if source is None or not _ATTENTION_CLASS.search(source):
+        return None
+    if "_CLASSES[" in source:
+        return unsupported(name, "looks its attention up in a table of its own")
+    if "ALL_ATTENTION_FUNCTIONS" in source:
+        return None
+    if config_class.sub_configs:
+        return unsupported(name, "computes the attention of a part of the model by itself")
+    return unsupported(name)
+
+
+def _modeling_source(config_class: type) -> str | None:
     """Returns the source of the modeling file beside a configuration class, None if there is no such file."""
     name = config_class.__module__.replace("configuration_", "modeling_")
     if name == config_class.__module__:

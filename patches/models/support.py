@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from adaattn_hf.backends.select import check_may_run_here
 from adaattn_hf.config import settings_in
 
-from .families import ATTENTION_CLASS, UnsupportedModel, family_of, modeling_source, unsupported
+from .families import UnsupportedModel, refusal_of
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -103,7 +103,7 @@ def check(model: Holder | PreTrainedConfig) -> None:
     root = model_in(model)
     refuse_no_model(root, PreTrainedConfig)
     for config in _configs(root):
-        reason = refusal_of(config)
+        reason = refusal_of(type(config))
         if reason is not None:
             raise UnsupportedModel(reason)
         name = str(config._attn_implementation)
@@ -122,24 +122,6 @@ def refuse_other_attention(model: nn.Module, error: type[ValueError] = ValueErro
             'AdaAttn\'s; load it with attn_implementation="adaattn" or call '
             'model.set_attn_implementation("adaattn")'
         )
-
-
-def refusal_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> str | None:
-    """Returns why models of a configuration (or its class) are not supported, None if they are."""
-    config_class: Any = config if isinstance(config, type) else type(config)
-    name = config_class.__name__
-    if unrouted := family_of(config).unrouted:
-        return unsupported(name, unrouted)
-    source = modeling_source(config_class)
-    if source is None or not ATTENTION_CLASS.search(source):
-        return None
-    if "_CLASSES[" in source:
-        return unsupported(name, "looks its attention up in a table of its own")
-    if "ALL_ATTENTION_FUNCTIONS" in source:
-        return None
-    if config_class.sub_configs:
-        return unsupported(name, "computes the attention of a part of the model by itself")
-    return unsupported(name)
 
 
 def _configs(model: nn.Module | PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from adaattn_hf.attention.call import AttentionCall, head_dim_of
+from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.kind import COMPILING, DROPOUT, CallKind
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
@@ -227,7 +227,7 @@ def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 Call = tuple[str, nn.Module, CallKind, str | None]  # name and module, facts of the call, the backend that is forced
 
 
-class _DryRun(Listener, TorchFunctionMode):
+class _DryRun(TorchFunctionMode):
     """A copy of a model on the meta device, whose calls are noted and answered by tensors of the right shape."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
@@ -246,18 +246,22 @@ class _DryRun(Listener, TorchFunctionMode):
             if not any("Attention" in type(inner).__name__ for inner in part.modules()):
                 vars(part)["forward"] = partial(_or_input, part.forward)
 
-    def answer(self, module: nn.Module, call: AttentionCall) -> torch.Tensor:
-        """Note a call as one of the device that is asked about, and answer it by an uninitialised tensor."""
+    def note(self, module: nn.Module, call: AttentionCall) -> None:
+        """Notes a call as one of the device that is asked about."""
         kind = call.checked_kind()._replace(device=self.device)
         self.calls.append((self.names.get(module, type(module).__name__), module, kind, call.backend))
+
+    def answer(self, module: nn.Module, call: AttentionCall) -> torch.Tensor:
+        """Answers by an uninitialised tensor."""
         batch, heads, q_len, _ = call.query.shape
-        return call.query.new_empty((batch, q_len, heads, head_dim_of(call.value)))
+        return call.query.new_empty((batch, q_len, heads, call.value.shape[3]))
 
     def run(self, phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
         """Runs the copy: its output, None where it needs data, which `unknown` then says, and its calls."""
         self.calls, out = [], None
         try:
-            with torch.set_grad_enabled(self.model.training), listening(self), self:
+            listener = Listener(self.note, self.answer)
+            with torch.set_grad_enabled(self.model.training), listening(listener), self:
                 out = self.model(**keywords)
         except BackendRefusal:
             raise

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,23 +34,6 @@ def watched(module: nn.Module, bound_layer: BoundLayer, call: AttentionCall) -> 
     return running
 
 
-@dataclass(eq=False)
-class Watch(Listener):
-    """Lets a monitor watch layers, by `id` of the module, which then run by what it leaves of the plan."""
-
-    whole = "adaattn_hf.monitoring"
-    monitor: Monitor
-    layers: Mapping[int, int]
-
-    def answer(self, module: nn.Module, call: AttentionCall) -> Tensor | None:
-        """Count the call, compare sampled rows, and run what is left of the plan."""
-        if id(module) not in self.layers:
-            return None
-        index, bound_layer = self.layers[id(module)], checked_layer(module)
-        bound_layer = self.monitor.watch(index, bound_layer, call.dequantised(), module.training)
-        return None if bound_layer is None else execute.attend(bound_layer, call, call.backend).out
-
-
 @contextmanager
 def monitoring(model: Holder, *, sample_rows: bool = True) -> Iterator[Monitor]:
     """Monitors a model with a plan inside the `with` block, and keeps the counters for `statistics`.
@@ -69,7 +52,14 @@ def monitoring(model: Holder, *, sample_rows: bool = True) -> Iterator[Monitor]:
     monitor = bound.monitor = Monitor(bound.plan, sample_rows=sample_rows)
     bound.session = None
     layers = {id(module): index for index, module in attention_modules(root, bound.plan.model_type)}
-    with listening(Watch(monitor, layers)):
+
+    def run_what_is_left(module: nn.Module, call: AttentionCall) -> Tensor | None:
+        if id(module) not in layers:
+            return None
+        bound_layer = monitor.watch(layers[id(module)], checked_layer(module), call, module.training)
+        return None if bound_layer is None else execute.attend(bound_layer, call, call.backend).out
+
+    with listening(Listener(answer=run_what_is_left, whole="adaattn_hf.monitoring")):
         yield monitor
 
 

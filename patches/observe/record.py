@@ -80,7 +80,7 @@ def plan_map(call: AttentionCall, head: int, bound_layer: BoundLayer | None) -> 
     return head_map(choice.defined(some_heads(call, kv_heads), kv_heads, bound_layer.tensors), head % groups)
 
 
-class AttentionRecord(Listener):
+class AttentionRecord:
     """The recorded statistics. `print` shows a table of layers; `to_dict` and `figure` give everything.
 
     Attributes:
@@ -88,8 +88,6 @@ class AttentionRecord(Listener):
         maps: Attention maps of the requested heads, by `(layer, head)`.
         errors: For the same heads, exact weights minus those of the plan that they are compared with.
     """
-
-    whole = "adaattn_hf.record"
 
     def __init__(
         self,
@@ -108,7 +106,7 @@ class AttentionRecord(Listener):
         self._numbers: dict[int, int] = {}
 
     @torch.no_grad()
-    def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
+    def _add(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
         """Adds the statistics of sampled rows of a call, if it is a call of this model."""
         if id(module) not in self._names:
             return
@@ -291,5 +289,6 @@ def record(
     bound_layers = None
     if against is not None:
         bound_layers = BoundPlan.of(root, Plan.from_pretrained(against), unverified=True).by_index
-    with listening(AttentionRecord(root, rows, seed, dict.fromkeys(maps), bound_layers)) as listener:
-        yield listener
+    recorded = AttentionRecord(root, rows, seed, dict.fromkeys(maps), bound_layers)
+    with listening(Listener(after=recorded._add, whole="adaattn_hf.record")):
+        yield recorded

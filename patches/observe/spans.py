@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.listeners import Listener, listening
@@ -24,33 +24,25 @@ from adaattn_hf.backends.select import choose
 from ..plans.slots import layer_of
 
 
-class _Spans(Listener):
-    """Opens a span when a call's backend is chosen, and closes it when the call returns."""
-
-    open: Any = None
-
-    def before(self, module: nn.Module, call: AttentionCall) -> None:
-        self.close()  # that of a call which failed
-        kind, layer = call.checked_kind(), getattr(module, "layer_idx", None)
-        planned = "" if layer_of(module) is None else " plan"
-        name = f"adaattn layer {layer}: {choose(kind, call.backend).name} {kind.shape}{planned}"
-        self.open = torch.profiler.record_function(name)
-        self.open.__enter__()
-
-    def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self.open is not None:
-            self.open.__exit__(None, None, None)
-            self.open = None
-
-
 @contextmanager
 def spans() -> Iterator[None]:
     """Gives every attention call of this thread a profiler span named by layer, backend and kind of call."""
-    with listening(_Spans()) as listener:
+    under_way: list[Any] = []  # the span of the call that is computed, if one is
+
+    def close(*_: Any) -> None:
+        while under_way:
+            under_way.pop().__exit__(None, None, None)
+
+    def open_one(module: nn.Module, call: AttentionCall) -> None:
+        close()  # that of a call which failed
+        kind, layer = call.checked_kind(), getattr(module, "layer_idx", None)
+        planned = "" if layer_of(module) is None else " plan"
+        name = f"adaattn layer {layer}: {choose(kind, call.backend).name} {kind.shape}{planned}"
+        under_way.append(torch.profiler.record_function(name))
+        under_way[0].__enter__()
+
+    with listening(Listener(before=open_one, after=close)):
         try:
             yield
         finally:
-            listener.close()
+            close()

@@ -12,9 +12,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from threading import get_ident
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -43,14 +42,9 @@ UNBOUND = (
 )
 
 
-class State(Enum):
-    """What became of a model since its plan was bound to it."""
-
-    AS_VERIFIED = auto()
-    ADAPTED = auto()
-    """Adapters alone are trained under the plan."""
-    TRAINED = auto()
-    """It is trained itself: weights change, and the plan goes on in this process only."""
+State = Literal["as verified", "adapted", "trained"]
+"""What became of a model since its plan was bound to it: adapters alone are trained under the plan; or it is trained
+itself, so that weights change, and the plan goes on in this process only."""
 
 
 @dataclass(eq=False, repr=False)
@@ -75,7 +69,7 @@ class BoundPlan:
 
     plan: Plan
     unverified: bool
-    state: State = State.AS_VERIFIED
+    state: State = "as verified"
     configs: Sequence[Any] = ()
     data: Any = None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -167,7 +161,7 @@ class BoundPlan:
                         "attention"
                     )
                 self.data = carried
-        if self.state is State.TRAINED:
+        if self.state == "trained":
             if not self.layers:  # a copy
                 self._take(trunk)
             return
@@ -177,7 +171,7 @@ class BoundPlan:
         # a block does not train
         if trunk.training and torch.is_grad_enabled() and not in_backward() and trunk.__dict__.get(PLAN) is self:
             self._train(trunk)
-        if self.state is State.AS_VERIFIED and not trunk.training:
+        if self.state == "as verified" and not trunk.training:
             refuse_autocast(self.plan, snapshot.tensors[0].device.type)
 
     def check_graph(self, bound_layer: BoundLayer) -> None:
@@ -208,8 +202,8 @@ class BoundPlan:
                 "the model has adapters, and its plan was verified without them: what they change is not covered; "
                 "merge them and calibrate again to have it verified",
             )
-        elif self.state is State.ADAPTED:
-            self.state = State.AS_VERIFIED
+        elif self.state == "adapted":
+            self.state = "as verified"
         return now
 
     def _take(self, trunk: nn.Module) -> None:
@@ -241,9 +235,9 @@ class BoundPlan:
             if not bound_layer.has_gradient:
                 raise PlanError(no_gradient(bound_layer))
         if not any(weight.requires_grad for part in parts(trunk) for weight in part.weights.values()):
-            self.state = State.ADAPTED
+            self.state = "adapted"
         elif all(bound_layer.trains for bound_layer in planned):
-            self.state, self.data = State.TRAINED, None
+            self.state, self.data = "trained", None
             for config in self.configs:
                 config.adaattn = {name: value for name, value in carried_by(config).items() if name != CONFIG_KEY}
             say(

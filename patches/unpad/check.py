@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..models.families import uses_interface
+from ..models.families import refusal_of
 from ..models.support import is_ours
 from .hooks import Unpadding
 
@@ -56,7 +56,7 @@ def _shown_by_code(model: PreTrainedModel, trunk: PreTrainedModel) -> list[str]:
             f"its attention is {implementation!r}, which does not keep packed tokens of different rows apart; "
             "load it with attn_implementation='adaattn'"
         )
-    elif not uses_interface(type(config)):
+    elif refusal_of(type(config)) is not None:
         reasons.append("its attention does not go through Transformers' attention interface")
     recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind in _RECURRENT})
     if recurrent:

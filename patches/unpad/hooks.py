@@ -22,8 +22,17 @@ from torch.utils.hooks import RemovableHandle
 from adaattn_hf.attention.tracing import tracing
 
 from ..models.cache_keyword import arguments_of, cache_keyword
-from .layout import PackedLayout, PackedPrefill
-from .packing import FREE, LEAST_STATES, has_cache, pack_call, position_rule, read_layout, scored_padding
+from .packing import (
+    FREE,
+    LEAST_STATES,
+    PackedLayout,
+    PackedPrefill,
+    has_cache,
+    numbering_of,
+    pack_call,
+    read_layout,
+    scored_padding,
+)
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -76,7 +85,7 @@ class Unpadding:
         config: Any = trunk.config
         self.config = config
         self._signatures = inspect.signature(type(top).forward), inspect.signature(type(trunk).forward)
-        self._rule = position_rule(trunk, self.config)
+        self._numbering = numbering_of(trunk, self.config)
         self.least = LEAST_STATES // config.get_text_config().hidden_size
         self._handles: list[RemovableHandle] = []
         head, pooled = type(top).__name__, getattr(trunk, "pooler", None) is not None
@@ -157,7 +166,7 @@ class Unpadding:
         frame.layout = layout
         shifted, cache = self._shifted and not at_trunk, cache_keyword(signature)
         return (), pack_call(
-            frame.module, arguments, layout, self._rule, self.config, cache=cache, shifted_labels=shifted
+            frame.module, arguments, layout, self._numbering, self.config, cache=cache, shifted_labels=shifted
         )
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

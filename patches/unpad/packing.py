@@ -1,20 +1,21 @@
-"""Decides whether the padding of one model call can be removed, and builds the packed call."""
+"""Packs the padded batch of one model call into one row of real tokens, where that can be, and pads it again.
+
+The keys of its cache are packed and padded likewise.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..models.cache_keyword import cache_in
-from ..models.families import family_of
+from ..models.families import ENCODER_ONLY, NUMBERS_TOKENS, family_of
 from ..models.positions import ropes_of, set_by_length
 from ..models.support import is_ours
-from .layout import PackedLayout, PackedPrefill
 
 IGNORED_LABEL = -100
 _REPLACED = (
@@ -29,8 +30,8 @@ LEAST_STATES = 1 << 24
 Raced on an H200 over batches of 512 columns, 37 % of them real, bfloat16: of BERT-base's shape 32 rows gain or lose by
 how fast the host is, 64 gain; of BERT-large's 16 lose, and 32 gain.
 """
-PositionRule = Callable[[Tensor | None, Tensor, Tensor], Tensor]
-"""(`input_ids` or None, 2-D mask, a tensor on the device) -> position ids `[batch or 1, length]`."""
+Numbering = Literal["columns", "tokens"] | int
+"""How a model numbers positions: columns, real tokens, or real tokens from behind this index, which padding has."""
 
 
 FREE = (
@@ -38,6 +39,73 @@ FREE = (
     "a batch this small takes a GPU no longer than its host, with padding or without",
 )  # fmt: skip
 """Reasons for which a call is not packed and loses nothing by it: for any other its padding is (or may be) computed."""
+
+
+class PackedLayout:
+    """Maps the real tokens of `[batch, length]`, row after row, to one packed row `[1, tokens]`, and back.
+
+    Attributes:
+        batch, length: Shape of the padded form.
+        lengths: Number of real tokens in each row.
+        starts: Column of the first real token of each row, `length` where a row has none.
+        index: `[tokens]` gather indices of the real tokens in the flattened padded form.
+        cu_seq_lens: `[batch + 1]` int32, cumulative sums of `lengths` from 0.
+        tokens: Number of real tokens.
+        full: Whether there is no padding.
+        contiguous: Whether no row has padding between real tokens.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        """The layout for a padding mask `[batch, length]`, true for real tokens; copies it to the host."""
+        real = mask.detach().bool().cpu()
+        self.batch, self.length = real.shape
+        counts, ones = real.sum(dim=1), real.int()
+        first = torch.where(real.any(1), ones.argmax(1), self.length)
+        last = self.length - 1 - ones.flip(1).argmax(1)
+        self.lengths: tuple[int, ...] = tuple(counts.tolist())
+        self.starts: tuple[int, ...] = tuple(first.tolist())
+        self.index = real.flatten().nonzero().flatten().to(mask.device)
+        self.tokens = len(self.index)
+        self.full = self.tokens == self.batch * self.length
+        self.cu_seq_lens = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(mask.device)
+        self.contiguous = bool(((last - first + 1 == counts) | (counts == 0)).all())
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """`[batch, length, ...]` to `[1, tokens, ...]`."""
+        return padded.flatten(0, 1).index_select(0, self.index.to(padded.device))[None]
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """`[1, tokens, ...]` to `[batch, length, ...]`; padding is zero."""
+        flat = packed.new_zeros((self.batch * self.length, *packed.shape[2:]))
+        flat = flat.index_copy_(0, self.index.to(packed.device), packed[0])
+        return flat.view(self.batch, self.length, *packed.shape[2:])
+
+
+class PackedPrefill(Cache):
+    """Replaces an empty cache, or none, during one forward pass over packed tokens.
+
+    To the model it looks empty, so masks and positions are those of a call without a cache. Keys and values go to
+    attention unchanged and to `target` padded, with zeros at padding, which later calls mask. That a cache is passed
+    also keeps Transformers from inferring packed documents from gaps in the position ids.
+    """
+
+    def __init__(self, target: Cache | None, layout: PackedLayout) -> None:
+        """`target` is the caller's empty cache, or None where the call returns no cache."""
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.target = target
+        self.layout = layout
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores `[1, heads, tokens, head_dim]` in padded form and returns it unchanged."""
+        if self.target is not None:
+            keys, values = (self.layout.pad(new.transpose(1, 2)).transpose(1, 2) for new in (key_states, value_states))
+            self.target.update(keys, values, layer_idx, *args, **kwargs)
+            layer: Any = self.target.layers[layer_idx]
+            if getattr(layer, "spans", None):  # streaming heads need to know where each row begins
+                layer.read(self.layout.starts)
+        return key_states, value_states
 
 
 def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: int) -> PackedLayout | str:
@@ -153,7 +221,7 @@ def scored_padding(arguments: Mapping[str, Any], *, shifted: bool) -> str | None
 
 def has_cache(config: Any) -> bool:
     """Whether the model can keep keys and values from call to call."""
-    return not family_of(config).encoder_only or bool(getattr(config, "is_decoder", False))
+    return family_of(config) not in ENCODER_ONLY or bool(getattr(config, "is_decoder", False))
 
 
 def makes_cache(module: nn.Module, arguments: Mapping[str, Any], config: Any) -> bool:
@@ -168,7 +236,7 @@ def pack_call(
     module: nn.Module,
     arguments: Mapping[str, Any],
     layout: PackedLayout,
-    rule: PositionRule,
+    numbering: Numbering,
     config: Any,
     *,
     cache: str | None,
@@ -178,7 +246,7 @@ def pack_call(
     ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
     like = arguments["inputs_embeds"] if ids is None else ids
     if positions is None:
-        positions = rule(ids, arguments["attention_mask"], like)
+        positions = _padded_positions(numbering, ids, arguments["attention_mask"], like.device)
     packed = {
         name: layout.pack(value) if isinstance(value, Tensor) and value.ndim >= 2 else value
         for name, value in arguments.items()
@@ -199,27 +267,24 @@ def pack_call(
     return packed
 
 
-def position_rule(trunk: nn.Module, config: Any) -> PositionRule:
+def numbering_of(trunk: nn.Module, config: Any) -> Numbering:
     """The rule by which this model numbers the positions of a padded batch; packed tokens must keep these."""
     for module in trunk.modules():
         if hasattr(module, "create_position_ids_from_inputs_embeds") and "padding_idx" in vars(module):
-            # no closure, which could not be pickled with the model
-            return functools.partial(_after_padding_index, padding_index=int(vars(module)["padding_idx"]))
-    return _real_tokens if family_of(config).numbers_tokens else _columns
+            return int(vars(module)["padding_idx"])
+    return "tokens" if family_of(config) in NUMBERS_TOKENS else "columns"
 
 
-def _columns(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
-    return torch.arange(mask.shape[1], device=like.device)[None]
-
-
-def _real_tokens(input_ids: Tensor | None, mask: Tensor, like: Tensor) -> Tensor:
-    real = mask.long().to(like.device)
-    return real.cumsum(dim=1) * real - 1
-
-
-def _after_padding_index(input_ids: Tensor | None, mask: Tensor, like: Tensor, *, padding_index: int) -> Tensor:
-    # RoBERTa's rule: real tokens are numbered from `padding_index + 1`, padding gets `padding_index`
-    if input_ids is None:
-        return _columns(None, mask, like) + padding_index + 1
-    real = input_ids.ne(padding_index).long()
-    return real.cumsum(dim=1) * real + padding_index
+def _padded_positions(numbering: Numbering, ids: Tensor | None, mask: Tensor, device: torch.device) -> Tensor:
+    # `[batch or 1, length]`
+    columns = torch.arange(mask.shape[1], device=device)[None]
+    if numbering == "columns":
+        return columns
+    if numbering == "tokens":
+        real = mask.long().to(device)
+        return real.cumsum(dim=1) * real - 1
+    # RoBERTa's rule: real tokens are numbered from `numbering + 1`, padding gets `numbering`
+    if ids is None:
+        return columns + numbering + 1
+    real = ids.ne(numbering).long()
+    return real.cumsum(dim=1) * real + numbering

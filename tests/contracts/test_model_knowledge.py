@@ -14,7 +14,7 @@ OF_THE_STACK = frozenset({"_getframe", "currentframe", "f_back", "f_locals"})
 """How callers are looked at from within."""
 LOOKS_AT_CALLERS = {
     # a mask function is not handed what its model was called with, and no other way of Transformers leads to it
-    "patches/mask/packed_arguments.py",
+    "patches/mask/masks.py",
     # a layer does not know the model that runs it
     "patches/plans/layers.py",
     # a warning names the user's line

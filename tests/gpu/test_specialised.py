@@ -106,6 +106,7 @@ def check(request: AttentionCall, kernel: str = "specialised") -> None:
     bound = 4 * torch.finfo(request.query.dtype).eps * truth.out.abs().max()
     assert (result.out.double() - truth.out).abs().max() <= bound
     if request.need_lse:
+        assert truth.lse is not None
         there = truth.lse > float("-inf")
         assert torch.equal(there, result.lse > float("-inf"))
         torch.testing.assert_close(result.lse.double()[there], truth.lse[there], atol=1e-3, rtol=1e-4)

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adaattn_hf.attention.listeners import Answers, listeners
+from adaattn_hf.attention.listeners import listeners
 from adaattn_hf.calibration import passes as benefit
 from adaattn_hf.calibration.inputs import OutOfTime, Run
 from adaattn_hf.calibration.settings import CalibrationSettings
@@ -39,8 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         def slow(*args: Any, **kwargs: Any) -> Any:
             (*_, heard) = listeners()
-            assert isinstance(heard, Answers)
-            now[0] += next(turns[heard.function is exact_tap])
+            now[0] += next(turns[heard.answer is exact_tap])
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(model, "forward", slow)

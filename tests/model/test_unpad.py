@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMultipleChoice, AutoModelForSequenceClassification, DynamicCache
 
 import adaattn_hf
-from adaattn_hf.patches.unpad.layout import PackedLayout
+from adaattn_hf.patches.unpad.packing import PackedLayout
 
 from ..support.families import configured, models
 from ..support.models import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
-from adaattn_hf.attention.rounding import through_int8
+from adaattn_hf.attention.heads import through_int8
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native import launch
 from adaattn_hf.backends.native.launch import rules_of
@@ -205,7 +205,9 @@ def test_windows_per_head_and_the_mass_that_log_sum_exps_tell(level: str, q_len:
         asked = AttentionCall(q[:, part], k[:, head : head + 1], v[:, head : head + 1], structure, 0.17)
         truth = reference.attention(asked)
         torch.testing.assert_close(out[:, :, part].double(), truth.out, atol=3e-6, rtol=0)
-        kept = (full.weights[:, part] * structure.visible()).sum(-1)
+        assert truth.lse is not None
+        assert full.lse is not None
+        kept = torch.exp(truth.lse - full.lse[:, part])
         lost = -torch.expm1(lse - all_lse)[:, part]
         torch.testing.assert_close(lost.double(), 1 - kept, atol=1e-5, rtol=0)
 

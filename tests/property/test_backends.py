@@ -39,6 +39,7 @@ def test_output_equals_the_reference(name: str, call: AttentionCall) -> None:
     assert found.out.shape == truth.out.shape
     assert torch.isfinite(found.out).all()
     assert float((found.out.double() - truth.out).abs().amax()) <= bound(call, truth.out)
+    assert truth.lse is not None
     blind = torch.isinf(truth.lse)
     assert not found.out.transpose(1, 2)[blind & (truth.lse < 0)].any(), "a row that sees nothing is zero"
     if call.need_lse:

@@ -22,11 +22,11 @@ from adaattn_hf.backends import select
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.call import batching, extended, interface
-from adaattn_hf.patches.mask import documents, masks, packed_arguments
-from adaattn_hf.patches.models.families import FAMILIES
+from adaattn_hf.patches.mask import documents, masks
+from adaattn_hf.patches.models import families
 from adaattn_hf.patches.plans import bound, check, hashes, snapshot
 from adaattn_hf.patches.unpad import check as unpad_check
-from adaattn_hf.patches.unpad.layout import PackedPrefill
+from adaattn_hf.patches.unpad.packing import PackedPrefill
 from tests.support import malformed, valid
 from tests.support.doors import HUB
 from tests.support.kernels import kernel
@@ -178,8 +178,8 @@ def borderless(case: whole.Whole) -> bool:
 
 
 def test_it_reports_positions_that_overrule_a_mask_or_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = packed_arguments.caller_arguments
-    monkeypatch.setattr(packed_arguments, "caller_arguments", lambda: (True, told()[1]))
+    told = masks.caller_arguments
+    monkeypatch.setattr(masks, "caller_arguments", lambda: (True, told()[1]))
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
@@ -477,7 +477,8 @@ def test_it_reports_a_stand_in_for_a_cache_that_lacks_what_a_family_asks_for(mon
 
 
 def test_it_reports_sinks_of_each_token_that_nobody_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(FAMILIES, "inkling2")
+    monkeypatch.delitem(families.UNROUTED, "inkling2")
+    monkeypatch.setattr(families, "_refusal_of", families._refusal_of.__wrapped__)
     with pytest.raises(AssertionError, match="check lets pass"):
         twins.judge_family("inkling2_text")
 

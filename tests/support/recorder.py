@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from torch import nn
 
 from adaattn_hf.attention.call import AttentionCall
@@ -12,14 +10,15 @@ from adaattn_hf.attention.listeners import Listener
 from adaattn_hf.attention.structure import MaskStructure
 
 
-@dataclass(eq=False)
 class Recorder(Listener):
     """Collects calls: the module, the kind of call and the backend that was asked for by name; and their structures."""
 
-    calls: list[tuple[nn.Module, CallKind, str | None]] = field(default_factory=list)
-    structures: list[MaskStructure] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(before=self.note)
+        self.calls: list[tuple[nn.Module, CallKind, str | None]] = []
+        self.structures: list[MaskStructure] = []
 
-    def before(self, module: nn.Module, call: AttentionCall) -> None:
+    def note(self, module: nn.Module, call: AttentionCall) -> None:
         """Note a call."""
         self.calls.append((module, call.checked_kind(), call.backend))
         self.structures.append(call.structure)

@@ -19,7 +19,7 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends import select
 from adaattn_hf.patches.cache.caches import AdaAttnCache
 from adaattn_hf.patches.cache.layers import CachedLayer
-from adaattn_hf.patches.call import interface
+from adaattn_hf.patches.call import extended
 from adaattn_hf.patches.call.interface import attention_function
 from adaattn_hf.patches.mask import structured_mask
 from adaattn_hf.patches.mask.masks import adaattn_mask
@@ -42,13 +42,13 @@ def nothing_remembered() -> Iterator[None]:
 
 @pytest.fixture
 def long(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    way, calls = interface.attend_extended, [0]
+    way, calls = extended.attend_extended, [0]
 
     def counted(*arguments: Any) -> Any:
         calls[0] += 1
         return way(*arguments)
 
-    monkeypatch.setattr(interface, "attend_extended", counted)
+    monkeypatch.setattr(extended, "attend_extended", counted)
     return calls
 
 
@@ -231,24 +231,18 @@ def test_listeners_may_leave_in_any_order() -> None:
 def test_listeners_of_inner_blocks_answer_first_and_all_see_the_answer() -> None:
     module, told = layer(), []
 
-    class Notes(Listener):
-        def __init__(self, name: str, answers: bool) -> None:
-            self.name, self.answers = name, answers
-
-        def before(self, module: nn.Module, call: AttentionCall) -> None:
-            told.append(f"{self.name} before, for {call.backend}")
-
-        def answer(self, module: nn.Module, call: AttentionCall) -> Tensor | None:
-            return call.query.new_full((2, N, 4, 16), len(self.name)) if self.answers else None
-
-        def after(self, module: nn.Module, call: AttentionCall, out: Tensor) -> None:
-            told.append(f"{self.name} after {out.unique().tolist()}")
+    def notes(name: str, answers: bool) -> Listener:
+        return Listener(
+            before=lambda _, call: told.append(f"{name} before, for {call.backend}"),
+            answer=lambda _, call: call.query.new_full((2, N, 4, 16), len(name)) if answers else None,
+            after=lambda _, call, out: told.append(f"{name} after {out.unique().tolist()}"),
+        )
 
     with (
         torch.no_grad(),
-        listening(Notes("outer", True)),
-        listening(Notes("in", True)),
-        listening(Notes("last", False)),
+        listening(notes("outer", True)),
+        listening(notes("in", True)),
+        listening(notes("last", False)),
     ):
         out, _ = attend(module, *draw(), mask_for(module))
     before, after = ("outer", "in", "last"), ("last", "in", "outer")

@@ -18,8 +18,8 @@ import adaattn_hf
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
-from adaattn_hf.patches.call import interface, keywords
-from adaattn_hf.patches.call.keywords import IGNORED_KEYWORDS, MEANINGFUL_KEYWORDS
+from adaattn_hf.patches.call import interface, refusals
+from adaattn_hf.patches.call.refusals import IGNORED_KEYWORDS, MEANINGFUL_KEYWORDS
 
 from ..support.models import fresh_pair, tokens
 from ..support.versions import needs_tracing
@@ -49,9 +49,9 @@ def test_a_keyword_that_nobody_knows_is_refused_by_name(name: str) -> None:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What this test allows is allowed to nobody else."""
-    before = set(keywords.ALLOWED_KEYWORDS)
+    before = set(refusals.ALLOWED_KEYWORDS)
     yield
-    keywords.ALLOWED_KEYWORDS.intersection_update(before)
+    refusals.ALLOWED_KEYWORDS.intersection_update(before)
 
 
 def options() -> set[str]:

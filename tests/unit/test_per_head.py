@@ -9,9 +9,8 @@ import torch
 
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall, AttentionResult
-from adaattn_hf.attention.heads import HeadRules, joined_heads, reference_call, some_heads, some_rows
+from adaattn_hf.attention.heads import HeadRules, joined_heads, reference_call, some_heads, some_rows, through_int8
 from adaattn_hf.attention.kind import HEAD_BF16, HEAD_INT8, HEAD_WINDOWS
-from adaattn_hf.attention.rounding import through_int8
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import BACKENDS
 

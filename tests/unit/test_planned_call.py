@@ -18,7 +18,7 @@ from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.listeners import listening
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.select import attend
-from adaattn_hf.patches.call import interface
+from adaattn_hf.patches.call import extended, interface
 from adaattn_hf.patches.mask import structured_mask
 
 from ..support.choices import make_choice
@@ -43,13 +43,13 @@ def planned(layers: tuple[int, ...] = (0, 1, 2, 3), choice: Any = WINDOW, depth:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    long, calls = interface.attend_extended, [0]
+    long, calls = extended.attend_extended, [0]
 
     def counted(*arguments: Any) -> Any:
         calls[0] += 1
         return long(*arguments)
 
-    monkeypatch.setattr(interface, "attend_extended", counted)
+    monkeypatch.setattr(extended, "attend_extended", counted)
     structured_mask._structures.clear()
     yield calls
     structured_mask._structures.clear()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.attention import rounding
+from adaattn_hf.attention import heads
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.stats import profile, spectrum
@@ -217,22 +217,22 @@ def test_ranks_of_known_spectra() -> None:
 @settings(deadline=None, max_examples=20)
 def test_int8_rounding_is_within_half_a_step_and_of_one_token(seed: int) -> None:
     tensor = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(seed)) * 5
-    scale = tensor.abs().amax(dim=-1, keepdim=True) / rounding.LEVELS
-    assert ((rounding.through_int8(tensor) - tensor).abs() <= scale / 2 + 1e-6).all()
+    scale = tensor.abs().amax(dim=-1, keepdim=True) / heads.INT8_LEVELS
+    assert ((heads.through_int8(tensor) - tensor).abs() <= scale / 2 + 1e-6).all()
     changed = tensor.clone()
     changed[:, 4:] += 100
-    assert torch.equal(rounding.through_int8(changed)[:, :4], rounding.through_int8(tensor)[:, :4])
-    assert rounding.through_int8(torch.zeros(2, 4)).abs().max() == 0
+    assert torch.equal(heads.through_int8(changed)[:, :4], heads.through_int8(tensor)[:, :4])
+    assert heads.through_int8(torch.zeros(2, 4)).abs().max() == 0
 
 
 def test_sqnr_orders_the_precisions_and_smoothing_helps_offset_keys() -> None:
     tensor = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
     assert sqnr(tensor, tensor) == float("inf")
-    bf16 = sqnr(tensor, rounding.through_dtype(tensor, torch.bfloat16))
-    fp16 = sqnr(tensor, rounding.through_dtype(tensor, torch.float16))
-    assert fp16 > bf16 + 15 > sqnr(tensor, rounding.through_int8(tensor)) > 30
+    bf16 = sqnr(tensor, heads.through_dtype(tensor, torch.bfloat16))
+    fp16 = sqnr(tensor, heads.through_dtype(tensor, torch.float16))
+    assert fp16 > bf16 + 15 > sqnr(tensor, heads.through_int8(tensor)) > 30
     offset = tensor.clone()
     offset[:, 0] += 20
     mean, centred = offset.mean(0), tensor - tensor.mean(0)
-    smoothed = sqnr(centred, rounding.through_int8(offset - mean))
-    assert smoothed > sqnr(centred, rounding.through_int8(offset) - mean) + 10
+    smoothed = sqnr(centred, heads.through_int8(offset - mean))
+    assert smoothed > sqnr(centred, heads.through_int8(offset) - mean) + 10

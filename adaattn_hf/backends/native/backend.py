@@ -23,6 +23,7 @@ from ...attention.kind import (
     CallKind,
 )
 from ..base import Backend, Kernel, Supports
+from ..capability import of_level
 from .ops import traced
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ class NativeBackend(Backend):
         if kind.compiling and torch.onnx.is_in_onnx_export():
             reasons += ("ONNX has no operator for the native kernels",)
         if kind.features & HEAD_INT8:
-            from ..capability import of_level
             from .library import level_here
 
             level = level_here()

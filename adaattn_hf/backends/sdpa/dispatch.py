@@ -107,8 +107,7 @@ def _step(kind: CallKind) -> Way:
             return masked_call(call, query, key, value, None).transpose(1, 2)
         if flash and torch.backends.cuda.flash_sdp_enabled():  # the user may have switched it off
             query, key, value = dense_last(query), dense_last(key), dense_last(value)
-            scale = call.scaling
-            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[0]
+            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=call.scaling)[0]
             return out.transpose(1, 2)
         return operator(query, key, value, call.scaling).transpose(1, 2)
 

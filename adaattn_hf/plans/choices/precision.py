@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...attention.call import AttentionCall
-from ...attention.rounding import through_dtype, through_int8
+from ...attention.heads import through_dtype, through_int8
 from ...errors import unknown
 from ..record import PlanError
 from ..tensors import LayerTensors

@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from adaattn_hf import PrepareError, prepare
-from adaattn_hf.patches.models.families import FAMILIES
+from adaattn_hf.patches.models.families import LOSES_BORDERS
 from tests.support.families import LISTED, configured, models
 from tests.support.kernels import kernel
 
@@ -24,7 +24,7 @@ _SHARED: dict[str, Any] = {
 }  # fmt: skip
 SHARING: dict[str, dict[str, Any]] = {"gemma4_text": _SHARED}
 """Families whose last layers read the keys of others, and compute no other rows than those that are kept."""
-BORDERLESS = tuple(sorted(name for name, family in FAMILIES.items() if family.loses_borders))
+BORDERLESS = tuple(sorted(LOSES_BORDERS))
 """Families that lose the borders of documents on the way from positions to attention."""
 ROUTES = ("moe", "oss", "afmoe", "mixtral", "llama4", "minimax", "mimo", "doge", "jetmoe")
 """Parts of the names of families that send a token where one rounding more may send it elsewhere."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,19 +23,15 @@ from .run import packed_runs
 _NAMESPACE = __name__.partition(".")[0]
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-    window: int | None,
-) -> AttentionCall:
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor? sinks, "
+    "float scaling, float softcap, bool causal, int? window"
+)
+
+
+def _call(inputs: Sequence[Any]) -> AttentionCall:
     """The call of packed sequences."""
+    q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window = inputs
     structure = packed_runs(tuple(cu_q.tolist()), tuple(cu_k.tolist()), q.shape[0], k.shape[0], causal, window)
     query, key, value = map(_heads_first, (q, k, v))
     cap = softcap or None
@@ -48,21 +45,10 @@ def _heads_first(t: Tensor) -> Tensor:
     return t.unsqueeze(0).transpose(1, 2)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::varlen", mutates_args=())
-def varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(f"{_NAMESPACE}::varlen", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+def varlen(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output `[q_tokens, heads, head_dim_v]` and log-sum-exp `[heads, q_tokens]` of packed sequences."""
-    call = _call(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
+    call = _call(inputs)
     out, lse = zero_output(call) if call.is_empty else computed(call)
     assert lse is not None
     return out[0], lse[0]
@@ -74,26 +60,16 @@ def _varlen_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
     return q.new_empty((tokens, heads, v.shape[2])), q.new_empty((heads, tokens), dtype=torch.float32)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::varlen_backward", mutates_args=())
-def varlen_backward(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    f"{_NAMESPACE}::varlen_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+)
+def varlen_backward(grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    call = _call(q, k, v, cu_q, cu_k, sinks, scaling, softcap, causal, window)
+    call = _call(inputs)
     saved = call.query, call.key, call.value, out[None], lse[None]
-    gradients = launch.backward(grad[None], saved, scaling, rules_of(call))[:3]
+    gradients = launch.backward(grad[None], saved, call.scaling, rules_of(call))[:3]
     dq, dk, dv = (gradient[0].transpose(0, 1).contiguous() for gradient in gradients)
     return dq, dk, dv
 
