@@ -97,16 +97,20 @@ def page(models: Mapping[str, Mapping[str, Any]]) -> str:
         made = next(iter(arms.values()))["provenance"]
         lines += [f"## {name}", "", f"{machine(made)}, commit {commit(made)}.", ""]
         lines += table(head, [row_of(arm, found) for arm, found in arms.items()])
+    missing = [name for name in DEMO_MODELS if name not in models]
+    lines += [f"Not measured yet: {', '.join(missing)}.", ""] if missing else []
     return "\n".join(lines[:-1]) + "\n"
 
 
 def main(work: Path, target: Path = TARGET) -> None:
-    """Measures what is missing, and writes the page."""
+    """Measures what is missing, and writes the page as soon as a model is done."""
     pages = {name: (pages_path(split),) for name, split in (("data", "calibration"), ("verify_data", "heldout"))}
     base = {"device": "cpu", "threads": 1, "quiet": True, "as_json": True, **pages}
-    models = {name: measure({**base, "model": str(demo_model_path(name))}, work / name) for name in DEMO_MODELS}
-    write_atomically(target / "ablation.json", json_text(models, indent=1) + "\n")
-    write_atomically(target / "ablation.md", page(models))
+    models: dict[str, Any] = {}
+    for name in DEMO_MODELS:
+        models[name] = measure({**base, "model": str(demo_model_path(name))}, work / name)
+        write_atomically(target / "ablation.json", json_text(models, indent=1) + "\n")
+        write_atomically(target / "ablation.md", page(models))
 
 
 if __name__ == "__main__":

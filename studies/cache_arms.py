@@ -63,12 +63,12 @@ def present(model: Any, arms: Sequence[Arm], skipped: Sequence[str]) -> tuple[li
     Args:
         model: Any causal LM.
         arms: Those to try.
-        skipped: Words in the names of arms that are left out.
+        skipped: Words in the names of arms that are left out; never the one that the others are compared with.
     """
     found, absent = [], {}
     tokens = torch.arange(PROMPT + 1, device=model.device) % model.config.vocab_size
     for arm in arms:
-        if any(word in arm.name for word in skipped):
+        if arm.name != STOCK and any(word in arm.name for word in skipped):
             absent[arm.name] = "left out"
             continue
         try:

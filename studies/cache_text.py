@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,23 @@ class Arm:
     press: Callable[[], Any] | None = None
 
 
+@contextmanager
+def pressed(model: Any, press: Any) -> Iterator[None]:
+    """A press at work, which knows the cache of an attention layer by the name that it had before Transformers 5.24."""
+
+    def rename(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {"past_key_values" if name == "cache" else name: value for name, value in kwargs.items()}
+
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    hooks = [layer.register_forward_pre_hook(rename, with_kwargs=True) for layer in layers]
+    try:
+        with press(model):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.no_grad()
 def prefilled(model: Any, arm: Arm, prompt: Tensor, room: int) -> Any:
     """The cache of an arm behind a prompt `[n]` that is read at once, under its press, with room for so many tokens."""
@@ -42,7 +59,7 @@ def prefilled(model: Any, arm: Arm, prompt: Tensor, room: int) -> Any:
     cache = arm.make(model, room)
     # presses know a prompt by a keyword that Transformers no longer sends by itself
     more = {} if arm.press is None else {"cache_position": torch.arange(len(prompt), device=prompt.device)}
-    with nullcontext() if arm.press is None else arm.press()(model):
+    with nullcontext() if arm.press is None else pressed(model, arm.press()):
         model(prompt[None], past_key_values=cache, logits_to_keep=1, **more)
     return cache
 
