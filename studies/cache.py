@@ -188,10 +188,7 @@ def main(
         named = named.to(place)
         inputs = {
             "text": f"{name or model.name} in bfloat16, {windows} windows of {window} tokens of {text.name}",
-            "input": {
-                "gguf_file": gguf_file,
-                "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-            },
+            "input": {"gguf_file": gguf_file, "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest()},
         }
         if "loss" in parts:
             loss = found["loss"]

@@ -31,14 +31,11 @@ def page(found: dict[str, Any]) -> str:
             "",
         ]
         for model, rows in timed["models"].items():
-            floor, weights = timed["floor"].get(model, {}), timed["weights"].get(model)
-            lines += _speed(model, rows, floor, weights, timed["absent"])
+            lines += _speed(model, rows, timed["floor"].get(model, {}), timed["weights"].get(model), timed["absent"])
         lines += _others(timed)
         for one in timed.get("added", ()):  # caches of other libraries, measured later than the rest
-            lines += [
-                f"Added at commit {one['commit']}, beside {STOCK} in the same rounds: {'; '.join(one['caches'])}.",
-                "",
-            ]
+            beside = f"beside {STOCK} in the same rounds: {'; '.join(one['caches'])}"
+            lines += [f"Added at commit {one['commit']}, {beside}.", ""]
     return "\n".join(lines[:-1]) + "\n"
 
 
@@ -149,7 +146,7 @@ def _loss(loss: Mapping[str, Any]) -> list[str]:
     return [
         "## Loss against memory",
         "",
-        f"{_where(made)}, commit {made['commit']}; losses do not depend on how busy it was. {loss['text']}: half "
+        f"{_where(made)}, commit {made['commit']}; losses do not depend on how busy it is. {loss['text']}: half "
         "a window is read at once, pressed where an arm presses, the other half behind it in pieces of "
         f"{PIECE} tokens. Δnll against {STOCK} on the same tokens, nats/token, upper bound at {CONFIDENCE:.0%} over "
         f"windows. Needles found in at most {HAYSTACKS} prompts, whose questions come behind them: no press sees what "
@@ -181,4 +178,4 @@ def _where(made: Mapping[str, Any]) -> str:
     """What measured: a device with its driver, or a processor with its threads."""
     if made["driver"]:
         return f"{made['device']}, {made['driver']}, torch {made['versions']['torch']}"
-    return f"{made['cpu']}, {made['threads']} threads"
+    return f"{made['cpu']}, {made['threads']} thread{'s' * (made['threads'] != 1)}"

@@ -138,14 +138,6 @@ def compared(kept: Kept, arms: Sequence[Arm], windows: int, window: int) -> list
         own, beside = (np.array(kept["behind"][one.name]) for one in (arm, arms[0]))
         ratio = clustered_ratio(own - beside, np.full(windows, window - window // 2 - 1))
         haystacks = kept["needles"][arm.name]
-        rows.append(
-            {
-                "cache": arm.name,
-                "delta_nll": ratio.mean,
-                "upper": ratio.upper(CONFIDENCE),
-                "windows": windows,
-                "found": sum(haystacks),
-                "needles": needles_in(window) * len(haystacks),
-            }
-        )
+        loss = {"cache": arm.name, "delta_nll": ratio.mean, "upper": ratio.upper(CONFIDENCE), "windows": windows}
+        rows.append(loss | {"found": sum(haystacks), "needles": needles_in(window) * len(haystacks)})
     return rows
