@@ -78,7 +78,7 @@ def _libraries(arms: Sequence[Arm]) -> str:
         found.append(f"{package} {version}" + (f" (asks for {', '.join(asked)})" if asked else ""))
     if not found:
         return ""
-    pressed = ", whose presses are handed the positions by which they know a prompt" * ("kvpress" in ran)
+    pressed = ", whose presses are handed positions and cache by the names that they know" * ("kvpress" in ran)
     beside = importlib.metadata.version("transformers")
     return f"Other libraries, beside Transformers {beside}: {', '.join(found)}{pressed}."
 
