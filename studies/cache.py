@@ -3,15 +3,16 @@
 What a token takes, how fast decode steps behind a filled cache are, and what a cache's rounding costs on real text:
 Transformers' dynamic, static and quantised caches under `sdpa`, and this package's in each storage. Speed is that of
 whole models, one shaped like LLaMA-3.2-1B with random weights in bfloat16 and the one named; caches are filled with
-random keys, steps take the arms in turn, and ratios are of each round. Loss is teacher-forced over the cache.
+random keys, steps take the arms in turn, and ratios are of each round. Loss is teacher-forced over the cache, behind
+a prompt that it holds, beside the bytes that it then takes.
 
 On a CUDA device (`--device cuda --shape 8b`, without MODEL no loss) a model shaped like LLaMA-8B is made there, and the
 arms follow one another, each with the device's memory to itself; the page is `cache_cuda.md`.
 
 Every length and batch is written as soon as it is measured, of the loss every text that a cache has read, and
-`--resume` goes on behind it, with other lengths, batches and shapes, too; `--only speed` (`loss`) measures a part, and
-the page shows what there is. A cache that fails (a device that is full) leaves its reason. Caches of ours that hold
-more or less than `explain` foretells: exit code 1.
+`--resume` goes on behind it, with other lengths, batches and shapes, too; `--only speed` (`loss`) measures one section
+and leaves the other as it is, since each says when and where it was measured. A cache that fails (a device that is
+full) leaves its reason. Caches of ours that hold more or less than `explain` foretells: exit code 1.
 
 Caches of other libraries need those libraries; kvpress asks for older Transformers than these, and runs beside them:
 `pip install --no-deps optimum-quanto ninja hqq termcolor einops kvpress cachetools fire`.
@@ -24,6 +25,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,20 +38,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adaattn_hf._files import write_atomically
 from adaattn_hf.eval.provenance import provenance
 
-from .cache_arms import SHAPES, present, shaped, weights_read
+from .cache_arms import ARMS, READ, SHAPES, present, shaped, weights_read
 from .cache_page import page
-from .cache_speed import beyond, foretold, speed
-from .cache_text import PARTS, Arm, compared, read_more
+from .cache_speed import beyond, foretold, held_bytes, speed
+from .cache_text import PARTS, Arm, compared, prefilled, read_more
 
-SECTIONS = ("loss", "speed")
+SECTIONS: dict[str, dict[str, Any]] = {
+    "loss": {"text": "", "input": {}, "read": {}, "held": {}, "rows": []},
+    "speed": {"models": {}, "floor": {}, "weights": {}},
+}
+"""What there is to measure, and what each section holds before it begins."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def of_text(path: Path, text: Path, windows: int, window: int, gguf_file: str | None) -> tuple[Any, Tensor]:
-    """A model in float32 and `[windows, window]` tokens of a text."""
+    """A model in bfloat16 and `[windows, window]` tokens of a text."""
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **options).eval()
     words = text.read_text(encoding="utf-8")[: 12 * windows * window]
     ids = AutoTokenizer.from_pretrained(path)(words, return_tensors="pt")["input_ids"][0]
     if len(ids) < windows * window:
@@ -72,34 +78,35 @@ def _libraries(arms: Sequence[Arm]) -> str:
         found.append(f"{package} {version}" + (f" (asks for {', '.join(asked)})" if asked else ""))
     if not found:
         return ""
-    pressed = ", whose presses are handed the positions by which they know a prompt" * ("kvpress" in ran)
+    pressed = ", whose presses are handed positions and cache by the names that they know" * ("kvpress" in ran)
     beside = importlib.metadata.version("transformers")
     return f"Other libraries, beside Transformers {beside}: {', '.join(found)}{pressed}."
 
 
-def begun(file: Path, asked: dict[str, Any], place: torch.device, resume: bool) -> dict[str, Any]:
-    """What was measured before by the same source and settings, or nothing yet.
+def begun(file: Path, asked: dict[str, dict[str, Any]], place: torch.device, resume: bool) -> dict[str, Any]:
+    """The sections of a record: those that are asked for empty, or as they were left; the others as they are.
 
     Args:
         file: The page's record.
-        asked: The settings.
+        asked: The settings of each section that is asked for.
         place: What measures.
         resume: Whether to go on with the record.
 
     Raises:
-        BadParameter: The file is of another run.
+        BadParameter: A section to go on with is of another run.
     """
-    empty: dict[str, Any] = {
-        "provenance": provenance(place), "asked": asked, "absent": {}, "libraries": "", "loss": [], "loss_of": "",
-        "behind": [], "loss_input": {}, "read": {}, "speed": {}, "floor": {}, "weights": {},
-    }  # fmt: skip
-    if not resume or not file.exists():
-        return empty
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     # not the commit: the page itself lies in the checkout and changes its state
     same = ("device", "versions", "source", "threads")
-    before, now = ({"asked": one["asked"], **{k: one["provenance"][k] for k in same}} for one in (found, empty))
-    refuse_others(file, before, now)
+    for section, settings in asked.items():
+        made = provenance(place)
+        empty = {"provenance": made, "asked": settings, "absent": {}, "libraries": "", **deepcopy(SECTIONS[section])}
+        if resume and section in found:
+            old = found[section]
+            before, now = ({"asked": one["asked"], **{k: one["provenance"][k] for k in same}} for one in (old, empty))
+            refuse_others(file, before, now)
+        else:
+            found[section] = empty
     return found
 
 
@@ -156,7 +163,11 @@ def main(
             f"model, text, shape, only: got {model}, {text}, {shapes} and {parts}, expected the first two both or "
             f"none, and of {list(SHAPES)} and {list(SECTIONS)}"
         )
-    asked = {"rounds": rounds, "steps": steps, "most": most, "skip": skip, "windows": windows, "window": window}
+    settings: dict[str, dict[str, Any]] = {
+        "loss": {"skip": skip, "windows": windows, "window": window},
+        "speed": {"skip": skip, "rounds": rounds, "steps": steps, "most": most},
+    }
+    asked = {part: settings[part] for part in parts if part == "speed" or model is not None}
     stem = write / ("cache_cuda" if place.type == "cuda" else "cache")
     found = begun(stem.with_suffix(".json"), asked, place, resume)
 
@@ -171,47 +182,46 @@ def main(
     makes: list[tuple[str, Callable[[], Any]]] = [
         (f"{SHAPES[one][0]}'s shape, random weights, bfloat16", partial(shaped, one, place)) for one in shapes
     ]
-    for one, (title, _) in zip(shapes, makes, strict=True):
-        found["weights"][title] = weights_read(shaped(one, torch.device("meta")))
     left_out = [word for word in skip.split(",") if word]
     if model is not None and text is not None:
         named, ids = of_text(model, text, windows, window, gguf_file)
         named = named.to(place)
         inputs = {
-            "loss_of": f"{name or model.name} in float32, {windows} windows of {window} tokens of {text.name}",
-            "loss_input": {
-                "gguf_file": gguf_file,
-                "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
-            },
+            "text": f"{name or model.name} in bfloat16, {windows} windows of {window} tokens of {text.name}",
+            "input": {"gguf_file": gguf_file, "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest()},
         }
         if "loss" in parts:
+            loss = found["loss"]
             # nothing was read before: any text will do
-            known = {key: found[key] or value for key, value in inputs.items()}
+            known = {key: loss[key] or value for key, value in inputs.items()}
             refuse_others(stem.with_suffix(".json"), known, inputs)
-            found |= inputs
-            arms, found["absent"] = present(named, left_out)
-            found["libraries"] = _libraries(arms)
+            loss |= inputs
+            arms, loss["absent"] = present(named, READ, left_out)
+            loss["libraries"] = _libraries(arms)
+            prompt = ids[0, : window // 2].to(place)
+            for arm in arms:
+                loss["held"][arm.name] = held_bytes(prefilled(named, arm, prompt, len(prompt))) / len(prompt)
 
             def kept(arm: Arm) -> None:
-                found["loss"], found["behind"] = compared(found["read"], arms, windows, window)
-                counts = (f"{len(found['read'].get(part, {}).get(arm.name, ()))} {part}" for part in PARTS)
+                loss["rows"] = compared(loss["read"], arms, windows, window)
+                counts = (f"{len(loss['read'].get(part, {}).get(arm.name, ()))} {part}" for part in PARTS)
                 keep(f"loss of {arm.name}: {', '.join(counts)}")
 
-            read_more(named, arms, ids.to(place), found["read"], kept)
-        title = f"{name or model.name}, bfloat16"
-        found["weights"][title] = weights_read(named)
-        makes.insert(0, (title, lambda: named.to(torch.bfloat16)))
+            read_more(named, arms, ids.to(place), loss["read"], kept)
+        makes.insert(0, (f"{name or model.name}, bfloat16", lambda: named))
     cells = [(length, batch) for length in map(int, lengths.split(",")) for batch in map(int, batches.split(","))]
     for title, make in makes if "speed" in parts else []:
-        rows = found["speed"].setdefault(title, [])
+        timed = found["speed"]
+        rows = timed["models"].setdefault(title, [])
         done = {(row["length"], row["batch"]) for row in rows}
         missing = [cell for cell in cells if cell not in done]
         if not missing:
             continue
         one = make()
-        arms, found["absent"] = present(one, left_out)
-        found["libraries"], memory = _libraries(arms), foretold(one)
-        floor = found["floor"].setdefault(title, {})
+        timed["weights"][title] = weights_read(one)
+        arms, timed["absent"] = present(one, ARMS, left_out)
+        timed["libraries"], memory = _libraries(arms), foretold(one)
+        floor = timed["floor"].setdefault(title, {})
         for length, batch in missing:
             if str(batch) not in floor:
                 empty = speed(one, arms[:1], batch, 1, rounds, steps, most, {})[0]
@@ -220,7 +230,7 @@ def main(
             keep(f"{title}: {length} tokens, batch {batch}")
         del one
         gc.collect()
-    wrong = [cell for rows in found["speed"].values() for cell in beyond(rows)]
+    wrong = [cell for rows in found.get("speed", {}).get("models", {}).values() for cell in beyond(rows)]
     publish()  # once more: an end at a bad moment may have left an older page beside the record
     if wrong:
         typer.echo(f"held bytes over what explain foretells: {'; '.join(wrong)}", err=True)

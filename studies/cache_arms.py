@@ -31,9 +31,13 @@ def _dynamic(model: Any, room: int) -> DynamicCache:
     return DynamicCache(config=model.config)
 
 
-def _press(name: str) -> Callable[[], Any]:
-    """Makes a press of kvpress that drops half of a prompt's tokens."""
-    return lambda: getattr(importlib.import_module("kvpress"), f"{name}Press")(compression_ratio=0.5)
+def _pressed(press: str, dropped: float, words: str) -> Arm:
+    """A press of kvpress that drops a share of a prompt's tokens."""
+
+    def make() -> Any:
+        return getattr(importlib.import_module("kvpress"), f"{press}Press")(compression_ratio=dropped)
+
+    return Arm(f"kvpress {press}, {words}", "sdpa", _dynamic, 1 - dropped, make)
 
 
 OURS = {f"AdaAttnCache {stored}": stored for stored in CACHES}
@@ -45,22 +49,26 @@ ARMS = (
     Arm("QuantizedCache fp8", "sdpa", _quantised("fp8")),
     Arm("QuantizedCache quanto, 4 bits", "sdpa", _quantised("quanto", nbits=4)),
     Arm("QuantizedCache hqq, 8 bits", "sdpa", _quantised("hqq", nbits=8, axis_key=1, axis_value=1)),
-    *(Arm(f"kvpress {press}, half", "sdpa", _dynamic, 0.5, _press(press)) for press in PRESSES),
+    *(_pressed(press, 0.5, "half") for press in PRESSES),
     *(Arm(name, "adaattn", _ours(stored)) for name, stored in OURS.items()),
 )
+SHARES = {0.25: "a quarter dropped", 0.75: "three quarters dropped"}
+READ = (*ARMS, *(_pressed(press, share, words) for press in PRESSES for share, words in SHARES.items()))
+"""The arms that read text: more shares than are timed."""
 
 
-def present(model: Any, skipped: Sequence[str]) -> tuple[list[Arm], dict[str, str]]:
+def present(model: Any, arms: Sequence[Arm], skipped: Sequence[str]) -> tuple[list[Arm], dict[str, str]]:
     """Returns the arms that run here, and of the others why not: each reads a few tokens, under its press.
 
     Args:
         model: Any causal LM.
-        skipped: Words in the names of arms that are left out.
+        arms: Those to try.
+        skipped: Words in the names of arms that are left out; never the one that the others are compared with.
     """
     found, absent = [], {}
     tokens = torch.arange(PROMPT + 1, device=model.device) % model.config.vocab_size
-    for arm in ARMS:
-        if any(word in arm.name for word in skipped):
+    for arm in arms:
+        if arm.name != STOCK and any(word in arm.name for word in skipped):
             absent[arm.name] = "left out"
             continue
         try:

@@ -5,44 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .cache_arms import ARMS
+from .cache_arms import ARMS, READ
 from .cache_speed import MARGIN, beyond
 from .cache_text import CONFIDENCE, HAYSTACKS, PARTS, PIECE, STOCK, texts
 
 
 def page(found: dict[str, Any]) -> str:
-    """The results as a page."""
-    made = found["provenance"]
-    lines = [
-        "# Caches beside one another",
-        "",
-        f"`python -m studies.cache`, {_where(made)}, commit {made['commit']}. Decode steps "
-        f"of whole models behind a filled cache, at most {found['asked']['rounds']} rounds of "
-        f"{found['asked']['steps']} steps that take the caches "
-        f"{'one after another' if made['driver'] else 'in turn'}; "
-        f"times are ratios to {STOCK} under sdpa in the same round (median, quartiles), by the clock and by the "
-        "process's time. Bytes are those of every storage that the cache holds, divided by the tokens in it; beside "
-        "them their ratio to what `explain` foretells with the room for the steps"
-        f"{', and that of the most that the steps allocated' if made['driver'] else ''}.",
-        "",
-    ]
-    for model, rows in found["speed"].items():
-        lines += _speed(model, rows, found["floor"].get(model, {}), found["weights"].get(model), found["absent"])
-    lines += _loss(found)
-    if found["absent"]:
-        lines += ["", "Not measured here:", ""]
-        lines += [f"* {name}: {reason}" for name, reason in found["absent"].items()]
-    if found["libraries"]:
-        lines += ["", found["libraries"]]
-    for one in found.get("added", ()):  # caches of other libraries, measured later than the rest
-        on = f" on {one['cpu']}, {one['threads']} thread{'s' * (one['threads'] > 1)}" if "cpu" in one else ""
-        beside = "on the same texts" if one["part"] == "loss" else "in the same rounds"
+    """The results as a page: what the caches cost, then how fast they are; each section is of a run of its own."""
+    lines = ["# Caches beside one another", "", "Written by `python -m studies.cache`; do not edit.", ""]
+    if "loss" in found:
+        lines += [*_loss(found["loss"]), *_others(found["loss"])]
+    if "speed" in found:
+        timed, made = found["speed"], found["speed"]["provenance"]
         lines += [
+            "## Speed",
             "",
-            f"Added at commit {one['commit']}{on}, beside {STOCK} {beside}: {one['part']} of "
-            f"{'; '.join(one['caches'])}.",
+            f"{_where(made)}, commit {made['commit']}. Decode steps "
+            f"of whole models behind a filled cache, at most {timed['asked']['rounds']} rounds of "
+            f"{timed['asked']['steps']} steps that take the caches "
+            f"{'one after another' if made['driver'] else 'in turn'}; "
+            f"times are ratios to {STOCK} under sdpa in the same round (median, quartiles), by the clock and by the "
+            "process's time. Bytes are those of every storage that the cache holds, divided by the tokens in it; "
+            "beside them their ratio to what `explain` foretells with the room for the steps"
+            f"{', and that of the most that the steps allocated' if made['driver'] else ''}.",
+            "",
         ]
-    return "\n".join(lines) + "\n"
+        for model, rows in timed["models"].items():
+            lines += _speed(model, rows, timed["floor"].get(model, {}), timed["weights"].get(model), timed["absent"])
+        lines += _others(timed)
+        for one in timed.get("added", ()):  # caches of other libraries, measured later than the rest
+            beside = f"beside {STOCK} in the same rounds: {'; '.join(one['caches'])}"
+            lines += [f"Added at commit {one['commit']}, {beside}.", ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _others(section: Mapping[str, Any]) -> list[str]:
+    """What was not measured and why, and the other libraries that were."""
+    absent = [f"* {name}: {reason}" for name, reason in section["absent"].items()]
+    lines = ["Not measured here:", "", *absent, ""] if absent else []
+    return [*lines, *([section["libraries"], ""] if section["libraries"] else [])]
 
 
 def _speed(
@@ -59,7 +60,7 @@ def _speed(
 
     stocks = {(row["batch"], row["length"]): held(row) for row in rows if row["cache"] == STOCK and "failed" not in row}
     lines = [
-        f"## {model}",
+        f"### {model}",
         "",
         "| batch | tokens | cache | bytes/token | of `explain` | tokens/s | times as fast | quartiles "
         "| by process time | by bytes |",
@@ -129,47 +130,47 @@ def _bytes(weights: int) -> str:
     )
 
 
-def _loss(found: Mapping[str, Any]) -> list[str]:
-    """What the caches cost on text."""
-    if not found["loss_of"]:
-        return []
+def _loss(loss: Mapping[str, Any]) -> list[str]:
+    """What the caches cost on text, beside the bytes that they take; the smallest first."""
+    rows, held = sorted(loss["rows"], key=lambda row: (loss["held"][row["cache"]], row["upper"])), loss["held"]
+    lines, least = [], float("inf")
+    for row in rows:
+        size, best = held[row["cache"]], row["upper"] < least
+        least = min(least, row["upper"])
+        share = f"{size / held[STOCK]:.1%}"
+        lines.append(
+            f"| {row['cache']} | {size:,.0f} | {f'**{share}**' if best else share} | {row['delta_nll']:+.2e} | "
+            f"{row['upper']:+.2e} | {row['found']}/{row['needles']} |"
+        )
+    made = loss["provenance"]
     return [
-        "## Loss",
+        "## Loss against memory",
         "",
-        f"Teacher-forced in pieces of {PIECE} tokens behind a first one, {found['loss_of']}; Δnll against {STOCK}, "
-        f"nats/token, upper bound at {CONFIDENCE:.0%} over windows.",
+        f"{_where(made)}, commit {made['commit']}; losses do not depend on how busy it is. {loss['text']}: half "
+        "a window is read at once, pressed where an arm presses, the other half behind it in pieces of "
+        f"{PIECE} tokens. Δnll against {STOCK} on the same tokens, nats/token, upper bound at {CONFIDENCE:.0%} over "
+        f"windows. Needles found in at most {HAYSTACKS} prompts, whose questions come behind them: no press sees what "
+        "it will be asked.",
         "",
-        "| cache | Δnll | at most | windows |",
-        "|---|---|---|---|",
-        *(
-            f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['windows']} |"
-            for row in found["loss"]
-        ),
+        "Bytes are those of every storage that the cache holds behind the prompt, divided by the prompt's tokens. "
+        "Tokens behind it are never pressed, and QuantizedCache keeps the latest as numbers. Bold: no cache here that "
+        "takes fewer bytes has as small a bound.",
         "",
-        "The same behind half a window read at once, pressed where an arm presses; needles found in at most "
-        f"{HAYSTACKS} prompts, whose questions come behind them: no press sees what it will be asked.",
+        f"| cache | bytes/token | of {STOCK}'s | Δnll | at most | needles found |",
+        "|---|---|---|---|---|---|",
+        *lines,
         "",
-        "| cache | Δnll | at most | windows | needles found |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {row['cache']} | {row['delta_nll']:+.2e} | {row['upper']:+.2e} | {row['windows']} | "
-            f"{row['found']}/{row['needles']} |"
-            for row in found["behind"]
-        ),
+        f"Without a loss here: {_unread(loss) or 'none'}.",
         "",
-        f"Without a loss here: {_unread(found) or 'none'}.",
     ]
 
 
-def _unread(found: Mapping[str, Any]) -> str:
+def _unread(loss: Mapping[str, Any]) -> str:
     """The caches that ran, but have no loss, and how many texts they have read."""
-    there = {row["cache"] for row in found["behind"]} | set(found["absent"])
-    missing = []
-    for arm in ARMS:
-        if arm.name not in there:
-            done = sum(len(found["read"].get(part, {}).get(arm.name, ())) for part in PARTS)
-            asked = sum(texts(arm, found["asked"]["windows"]).values())
-            missing.append(f"{arm.name} ({done} of {asked} texts read)")
+    asked = sum(texts(loss["asked"]["windows"]).values())
+    there = {row["cache"] for row in loss["rows"]} | set(loss["absent"])
+    done = {arm.name: sum(len(loss["read"].get(part, {}).get(arm.name, ())) for part in PARTS) for arm in READ}
+    missing = (f"{name} ({count} of {asked} texts read)" for name, count in done.items() if name not in there)
     return "; ".join(missing)
 
 
@@ -177,4 +178,4 @@ def _where(made: Mapping[str, Any]) -> str:
     """What measured: a device with its driver, or a processor with its threads."""
     if made["driver"]:
         return f"{made['device']}, {made['driver']}, torch {made['versions']['torch']}"
-    return f"{made['cpu']}, {made['threads']} threads"
+    return f"{made['cpu']}, {made['threads']} thread{'s' * (made['threads'] != 1)}"

@@ -1,9 +1,9 @@
-"""What caches cost on text: the loss over each, in pieces and behind a prompt, and needles hidden in the prompt."""
+"""What caches cost on text: the loss over each behind a prompt, and needles hidden in the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from adaattn_hf.stats.paired import clustered_ratio, score_tokens
 
 STOCK = "DynamicCache"
 PIECE = 64
-"""Tokens that are read at a time."""
+"""Tokens that are read at a time behind a prompt."""
 CONFIDENCE = 0.95
 HAYSTACKS, NEEDLES = 4, 16
 
@@ -35,16 +35,40 @@ class Arm:
     press: Callable[[], Any] | None = None
 
 
+@contextmanager
+def pressed(model: Any, press: Any) -> Iterator[None]:
+    """A press at work, which knows the cache of an attention layer by the name that it had before Transformers 5.24."""
+
+    def rename(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {"past_key_values" if name == "cache" else name: value for name, value in kwargs.items()}
+
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    hooks = [layer.register_forward_pre_hook(rename, with_kwargs=True) for layer in layers]
+    try:
+        with press(model):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def prefilled(model: Any, arm: Arm, prompt: Tensor, room: int) -> Any:
+    """The cache of an arm behind a prompt `[n]` that is read at once, under its press, with room for so many tokens."""
+    model.set_attn_implementation(arm.implementation)
+    cache = arm.make(model, room)
+    # presses know a prompt by a keyword that Transformers no longer sends by itself
+    more = {} if arm.press is None else {"cache_position": torch.arange(len(prompt), device=prompt.device)}
+    with nullcontext() if arm.press is None else pressed(model, arm.press()):
+        model(prompt[None], past_key_values=cache, logits_to_keep=1, **more)
+    return cache
+
+
 @torch.no_grad()
 def read(model: Any, arm: Arm, tokens: Tensor, prompt: int) -> Tensor:
     """Logits `[n - prompt, vocab]` of tokens `[n]` behind a prompt that is read at once, under the press of the arm."""
-    model.set_attn_implementation(arm.implementation)
-    cache = arm.make(model, len(tokens))
+    cache = prefilled(model, arm, tokens[:prompt], len(tokens))
     places = torch.arange(len(tokens), device=tokens.device)
-    # presses know a prompt by a keyword that Transformers no longer sends by itself
-    more = {} if arm.press is None else {"cache_position": places[:prompt]}
-    with nullcontext() if arm.press is None else arm.press()(model):
-        model(tokens[None, :prompt], past_key_values=cache, **more)
     pieces = zip(tokens[prompt:].split(PIECE), places[prompt:].split(PIECE), strict=True)
     parts = [model(piece[None], past_key_values=cache, position_ids=at[None]).logits[0] for piece, at in pieces]
     return torch.cat(parts)
@@ -52,8 +76,8 @@ def read(model: Any, arm: Arm, tokens: Tensor, prompt: int) -> Tensor:
 
 Kept = dict[str, dict[str, list[Any]]]
 """What was read: by part, by the name of the arm, a number for each text in their order."""
-PARTS = ("pieces", "behind", "needles")
-"""Windows read in pieces and behind a prompt, nats of the tokens that count; needles found in each haystack."""
+PARTS = ("behind", "needles")
+"""Windows read behind a prompt, nats of the tokens that count; needles found in each haystack."""
 
 
 def needles_in(length: int) -> int:
@@ -61,13 +85,9 @@ def needles_in(length: int) -> int:
     return min(NEEDLES, most(length))
 
 
-def texts(arm: Arm, windows: int) -> dict[str, int]:
-    """How many texts an arm reads in each part; an arm with a press has nothing to press without a prompt."""
-    return {
-        "pieces": windows if arm.press is None else 0,
-        "behind": windows,
-        "needles": min(HAYSTACKS, windows),
-    }
+def texts(windows: int) -> dict[str, int]:
+    """How many texts each arm reads in each part."""
+    return dict(zip(PARTS, (windows, min(HAYSTACKS, windows)), strict=True))
 
 
 def read_more(model: Any, arms: Sequence[Arm], windows: Tensor, kept: Kept, keep: Callable[[Arm], None]) -> None:
@@ -84,8 +104,8 @@ def read_more(model: Any, arms: Sequence[Arm], windows: Tensor, kept: Kept, keep
     generator = torch.Generator().manual_seed(0)
     haystacks = [build(window.cpu(), needles_in(size), generator) for window in windows[:HAYSTACKS]]
 
-    def nats(arm: Arm, number: int, prompt: int) -> float:
-        window = windows[number]
+    def nats(arm: Arm, number: int) -> float:
+        window, prompt = windows[number], size // 2
         return float(score_tokens((read(model, arm, window, prompt)[:-1],), window[prompt + 1 :]).nll[0].sum())
 
     def found(arm: Arm, number: int) -> int:
@@ -97,47 +117,27 @@ def read_more(model: Any, arms: Sequence[Arm], windows: Tensor, kept: Kept, keep
             is_found(haystack, needle, logits[at : at + VALUE].argmax(-1).tolist()) for needle, at in enumerate(starts)
         )
 
-    ways: dict[str, Callable[[Arm, int], float]] = {
-        "pieces": lambda arm, number: nats(arm, number, PIECE),
-        "behind": lambda arm, number: nats(arm, number, size // 2),
-        "needles": found,
-    }
+    ways: dict[str, Callable[[Arm, int], float]] = {"behind": nats, "needles": found}
     for arm in arms:
-        for part, count in texts(arm, len(windows)).items():
+        for part, count in texts(len(windows)).items():
             done = kept.setdefault(part, {}).setdefault(arm.name, [])
             for number in range(len(done), count):
                 done.append(ways[part](arm, number))
                 keep(arm)
 
 
-def compared(
-    kept: Kept, arms: Sequence[Arm], windows: int, window: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of the arms that have read every text: loss in pieces, and behind a prompt with the needles found.
+def compared(kept: Kept, arms: Sequence[Arm], windows: int, window: int) -> list[dict[str, Any]]:
+    """Rows of the arms that have read every text: loss over each cache less that over the first, and needles found.
 
-    Losses are those over each cache less that over the first, nats/token, with their upper bound.
+    Losses are nats/token, with their upper bound.
     """
-    stock, whole = arms[0], []
-    for arm in arms:
-        if all(len(kept.get(part, {}).get(arm.name, ())) == count for part, count in texts(arm, windows).items()):
-            whole.append(arm)
-    if stock not in whole:
-        return [], []
-
-    def row(arm: Arm, part: str, tokens: int) -> dict[str, Any]:
-        own, beside = (np.array(kept[part][one.name]) for one in (arm, stock))
-        ratio = clustered_ratio(own - beside, np.full(windows, tokens))
-        return {
-            "cache": arm.name,
-            "delta_nll": ratio.mean,
-            "upper": ratio.upper(CONFIDENCE),
-            "windows": windows,
-        }
-
-    pieces = [row(arm, "pieces", window - PIECE - 1) for arm in whole if arm is not stock and arm.press is None]
-    behind = []
-    for arm in whole:
+    wanted = texts(windows).items()
+    whole = [arm for arm in arms if all(len(kept.get(part, {}).get(arm.name, ())) == count for part, count in wanted)]
+    rows = []
+    for arm in whole if arms[0] in whole else []:
+        own, beside = (np.array(kept["behind"][one.name]) for one in (arm, arms[0]))
+        ratio = clustered_ratio(own - beside, np.full(windows, window - window // 2 - 1))
         haystacks = kept["needles"][arm.name]
-        hidden = {"found": sum(haystacks), "needles": needles_in(window) * len(haystacks)}
-        behind.append(row(arm, "behind", window - window // 2 - 1) | hidden)
-    return pieces, behind
+        loss = {"cache": arm.name, "delta_nll": ratio.mean, "upper": ratio.upper(CONFIDENCE), "windows": windows}
+        rows.append(loss | {"found": sum(haystacks), "needles": needles_in(window) * len(haystacks)})
+    return rows

@@ -43,6 +43,7 @@ from adaattn_hf.plans.sampled import row_outputs
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats.paired import Ratio, TokenScores
 from adaattn_hf.stats.rows import stratified_rows
+from studies.ablation import KEPT, row_of
 from studies.budget.held_out import ratio
 
 from ..support.calibration import calibrate, open_inputs, save_plan
@@ -82,6 +83,17 @@ def test_a_plan_passes_inside_the_budget(result: Calibration) -> None:
     assert {(one["confidence"], one["tokens"]) for one in judged} == {(0.95, 8 * (LENGTH - 1))}, "all by the same text"
     assert [one["passed"] for one in judged[:-1]] == [True] * (len(judged) - 1)
     assert verified.tries == sum(one["passed"] for one in judged)
+
+
+def test_the_ablation_reads_a_report_as_calibrations_write_it(result: Calibration) -> None:
+    measured = [step for step in result.report["history"] if "measured" in step]
+    assert 0 < len(measured) < len(result.report["history"])
+    report = {name: result.report[name] for name in KEPT}
+    _, _, _, over, candidates = row_of(
+        "all", {"verified": result.plan.verified and vars(result.plan.verified), **report}
+    )
+    assert float(over) == pytest.approx(measured[0]["measured"][0] / measured[0]["predicted"][0], abs=0.005)
+    assert candidates == str(len(measured))
 
 
 def test_predicted_risk_orders_and_sizes_the_measured_kl(model: LlamaForCausalLM, text: list[Path]) -> None:
