@@ -47,8 +47,7 @@ def run(options: Options) -> Done:
 
 def table(findings: list[Finding]) -> Table:
     """A line of what is here for each subject, why the other backends are not, and what to do."""
-    present: dict[str, list[str]] = {}
-    absent: dict[str, list[str]] = {}
+    present, absent = dict[str, list[str]](), dict[str, list[str]]()
     lacking = []
     for about, name, state, remedy in findings:
         if remedy:

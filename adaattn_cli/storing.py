@@ -93,8 +93,9 @@ def stored(place: Path) -> dict[str, Any]:
     failed = place / FAILED_FILE
     if failed.is_file():
         return dict(json.loads(failed.read_bytes()))
-    files = {"plan": PLAN_FILE, "report": REPORT_FILE}
-    return {name: json.loads((place / file).read_bytes()) for name, file in files.items()}
+    return {
+        name: json.loads((place / file).read_bytes()) for name, file in (("plan", PLAN_FILE), ("report", REPORT_FILE))
+    }
 
 
 def _tell_all(console: Console, lines: Sequence[str]) -> None:

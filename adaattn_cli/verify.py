@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from adaattn_hf import __version__
 from adaattn_hf.calibration.inputs import Inputs, Run, cut, each_source, refuse_longer
 from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.pricing import machine
@@ -145,7 +146,7 @@ def differing(plan: Plan, device: torch.device, typed: CalibrationSettings) -> l
         ("machine", plan.protocol.get("machine"), machine(device)),
         ("torch", plan.torch, torch.__version__),
         ("transformers", plan.transformers, version("transformers")),
-        ("adaattn", plan.adaattn, version("adaattn-hf")),
+        ("adaattn", plan.adaattn, __version__),
         *((name, settings.get(name), now) for name, now in asdict(typed).items() if name in JUDGED),
     )
     return [f"{name} was {before!s:.80}, is {now}" for name, before, now in compared if before not in (None, now)]

@@ -10,7 +10,6 @@ The result is a frozen `Measurement`, which choosing and verifying only read.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaattn_hf import __version__
 from adaattn_hf.eval.arms import compare, exact_tap
 from adaattn_hf.eval.needles import KEY
 from adaattn_hf.eval.progress import silent
@@ -87,7 +87,7 @@ def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
     tokens = [[one.tokens for one in inputs.samples[length]["risk"]] for length in settings.lengths]
     identity = {
         **settings.measured(),
-        "adaattn": importlib.metadata.version("adaattn-hf"),
+        "adaattn": __version__,
         "weights": weight_hash(inputs.arms.model),
         "text": inputs.fingerprint,
         "tokens": hashlib.sha256(repr(tokens).encode()).hexdigest(),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from adaattn_hf import __version__
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
 
 from ..models.positions import learned_positions, stated_positions
@@ -48,7 +49,7 @@ def exact_plan(model: nn.Module, indices: Sequence[int]) -> Plan:
         weight_hash=model_hash(model),
         configuration=computes_by(config),
         dtype=module_dtype(modules[indices[0]]),
-        adaattn=version("adaattn-hf"),
+        adaattn=__version__,
         torch=torch.__version__,
         transformers=version("transformers"),
         budget=0.0,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention import reference
-from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, SINKS, WINDOW, WINDOW_SINKS, CallKind
-from adaattn_hf.attention.reference import ReferenceResult
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.base import Backend
 from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBackend
@@ -28,7 +27,7 @@ from adaattn_hf.backends.triton import TritonBackend
 from ..support.calls import attended
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, kw: dict[str, Any], endless: int | None = -1) -> ReferenceResult:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, kw: dict[str, Any], endless: int | None = -1) -> AttentionResult:
     """The package's mathematics on `[batch, length, heads, head_dim]`: the last query stands at the last key."""
     left, right = kw["window_size"]
     assert right == (0 if left != endless and kw["causal"] else left)
