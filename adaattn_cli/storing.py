@@ -93,9 +93,8 @@ def stored(place: Path) -> dict[str, Any]:
     failed = place / FAILED_FILE
     if failed.is_file():
         return dict(json.loads(failed.read_bytes()))
-    return {
-        name: json.loads((place / file).read_bytes()) for name, file in (("plan", PLAN_FILE), ("report", REPORT_FILE))
-    }
+    files = {"plan": PLAN_FILE, "report": REPORT_FILE}
+    return {name: json.loads((place / file).read_bytes()) for name, file in files.items()}
 
 
 def _tell_all(console: Console, lines: Sequence[str]) -> None:
@@ -114,8 +113,7 @@ def proven_in(directory: Path, *folders: str) -> list[Plan]:
 
 def evaluation(job: Job, dtype: str) -> str:
     """Returns the shell command that evaluates the plan on the text that it was verified on."""
-    words = ["adaattn", "eval", job.model, "--plan", str(job.target)]
-    words += ["--dtype", dtype] if dtype != "float32" else []
+    words = ["adaattn", "eval", job.model, "--plan", str(job.target), *["--dtype", dtype] * (dtype != "float32")]
     for name, value in job.options.source().items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
     words += ["--windows", "strided"] if job.options.gguf_file else []
