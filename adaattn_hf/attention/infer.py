@@ -44,11 +44,9 @@ def numbers_alone(call: AttentionCall) -> tuple[Tensor, AttentionCall] | None:
 
 def _read(structure: MaskStructure, window: int | None) -> MaskStructure | None:
     visible = structure.visible(device=structure.mask.device if structure.mask is not None else "cpu")
-    if visible.shape[1] > 1:
-        if not bool((visible == visible[:, :1]).all()):
-            return None
-        visible = visible[:, :1]
-    visible = visible.expand(structure.batch, *visible.shape[1:])
+    if visible.shape[1] > 1 and not bool((visible == visible[:, :1]).all()):
+        return None
+    visible = visible[:, :1].expand(structure.batch, -1, -1, -1)
     for candidate in _candidates(structure, visible[:, 0], window):
         if torch.equal(candidate.visible(device=visible.device).expand_as(visible), visible):
             return candidate
@@ -79,7 +77,10 @@ def _candidates(structure: MaskStructure, visible: Tensor, window: int | None) -
     if q_len > 1 and bool((last == last[:, :1])[rows].all()):
         yield both  # no query sees a key that another one does not
     if window is not None:
-        yield causal.with_changes(window=window)
+        # of keys before every window no query tells; they are real where the first that a window reaches is
+        first = max(offset - window + 1, 0)
+        real = seen_keys | (index < first) & seen_keys[:, first, None]
+        yield causal.with_changes(window=window, key_padding=None if bool(real.all()) else real)
     yield causal
     yield both
     yield causal.with_changes(window=int(visible.sum(2).max()))

@@ -28,8 +28,7 @@ class Listener:
 
     Attributes:
         before: Notes a call that is about to be computed.
-        answer: Returns the output `[batch, q_len, heads, head_dim_v]` in the model's place, or None to leave that to
-            it. The call has keys and values as numbers, whatever a cache stores.
+        answer: Returns the output `[batch, q_len, heads, head_dim_v]` in the model's place; None leaves that to it.
         after: Looks at the output, which is its third argument.
         whole: Who needs all heads and keys of a call at once, which streaming caches do not keep; empty if nobody does.
     """
@@ -58,8 +57,9 @@ def listening(listener: L) -> Iterator[L]:
 
 
 def tapping(tap: Tap) -> AbstractContextManager[Listener]:
-    """Lets a function answer the calls of this thread."""
-    return listening(Listener(answer=tap, whole="calibration or a profile"))
+    """Lets a function answer the calls of this thread; it is given keys and values as numbers."""
+    whole = "calibration or a profile"
+    return listening(Listener(answer=lambda module, call: tap(module, call.dequantised()), whole=whole))
 
 
 def ask(heard_by: Sequence[Listener], module: nn.Module, call: AttentionCall) -> Tensor | None:
@@ -68,7 +68,7 @@ def ask(heard_by: Sequence[Listener], module: nn.Module, call: AttentionCall) ->
         if listener.before is not None:
             listener.before(module, call)
     for listener in reversed(heard_by):
-        if listener.answer is not None and (out := listener.answer(module, call.dequantised())) is not None:
+        if listener.answer is not None and (out := listener.answer(module, call)) is not None:
             return out
     return None
 

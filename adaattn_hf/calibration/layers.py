@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from adaattn_hf import __version__
 from adaattn_hf.eval.arms import bound_layers_of
 from adaattn_hf.patches.plans.subject import exact_plan
 
@@ -83,7 +84,7 @@ def observe_layers(inputs: Inputs) -> Layers:
     kv_heads, head_dims = ({gram.key.shape[dim] for gram in moments.grams.values()} for dim in (0, 2))
     if len(kv_heads) != 1:
         raise ValueError(f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them")
-    exact, settings = exact_plan(inputs.arms.model, indices), inputs.settings
+    exact, settings = exact_plan(inputs.arms.model, indices, __version__), inputs.settings
     families = offered(settings.families, inputs.arms.device.type == "cuda")
     causal, windows_alone = inputs.scoring.causal, settings.aim != "prompt"  # a step reads keys once, and rounds none
     offers = candidates(

@@ -65,7 +65,7 @@ def attend(
     return _by_rows(layer, call, window, partial(select.attend, backend=backend), partial(_planned, backend))
 
 
-def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
+def weights(bound_layer: BoundLayer, call: AttentionCall, window: int | None = None) -> Tensor:
     """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan; ValueError in a traced graph."""
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -85,8 +85,9 @@ def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
         ]
         return joined_heads(parts, part.query.shape[1] // part.key.shape[1])
 
-    layer = bound_layer.of_call(call.key.shape[1], call.query.shape[2])
-    return attention_weights(call) if layer is None else _by_rows(layer, call, None, exact, planned).out.transpose(1, 2)
+    if (layer := bound_layer.of_call(call.key.shape[1], call.query.shape[2])) is None:
+        return attention_weights(call)
+    return _by_rows(layer, call, window, exact, planned).out.transpose(1, 2)
 
 
 def _by_rows(

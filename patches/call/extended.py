@@ -17,7 +17,7 @@ from adaattn_hf.backends.eager import attention_weights
 from adaattn_hf.backends.select import attend
 from adaattn_hf.config import EXACT, raw_settings, settings_of
 
-from ..mask.documents import with_documents, with_selected_keys
+from ..mask.documents import with_documents, with_dropped, with_selected_keys
 from ..mask.structured_mask import StructuredMask, maskless, recall, store_structure
 from ..plans.slots import LAYER, instead
 from .refusals import KNOWN_KEYWORDS, MEANINGFUL_KEYWORDS, check_call, check_dense, check_paged, check_square, with_bias
@@ -80,7 +80,7 @@ def attend_extended(
             out = execute.attend(bound_layer, call, forced, sliding_window).out
     weights = None
     if wants_weights:
-        weights = attention_weights(call) if bound_layer is None else execute.weights(bound_layer, call)
+        weights = attention_weights(call) if bound_layer is None else execute.weights(bound_layer, call, sliding_window)
     if heard_by:
         show(heard_by, module, call, out)
     return restored(out, dtype), weights
@@ -121,9 +121,7 @@ def _read(
         structure = structure.simplified()
     if bias is not None:
         bias = bias[..., : structure.q_len, : structure.kv_len]
-        if added is not None:
-            bias = with_bias(added, bias, query, structure.kv_len)
-        added = bias
+        added = bias if added is None else with_bias(added, bias, query, structure.kv_len)
     call.query, call.key, call.value, call.structure, call.bias = query, key, value, structure, added
     call.scaling, call.per_head = (query.shape[3] or 1) ** -0.5 if scaling is None else scaling, None
     call.check()
@@ -208,22 +206,15 @@ def _with_keywords(
 def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[BoundLayer | None, AttentionCall]:
     # what a module's plan does about a call, None where it is exact, and the call as that needs it
     compiling = torch.compiler.is_compiling()
-    bound_layer: BoundLayer | None = None
-    if compiling:  # blocks of `use_plan` run outside of graphs
-        bound_layer = getattr(module, LAYER, None)
-    else:
-        from ..plans.bound import checked_layer
+    from ..plans.bound import checked_layer
 
-        bound_layer = checked_layer(module)
+    # blocks of `use_plan` run outside of graphs
+    bound_layer: BoundLayer | None = getattr(module, LAYER, None) if compiling else checked_layer(module)
     if bound_layer is None:
         return None, call
-    if isinstance(positions, Tensor) and positions.dim() == 2:
-        dropped = (positions[:, -1] - call.structure.kv_len + 1).clamp_min(0)
-        call = replace(call, structure=call.structure.with_changes(dropped=dropped))
-    if compiling:
-        bound_layer = bound_layer.of_call(call.key.shape[1], call.query.shape[2])
-        if bound_layer is None:
-            return None, call
+    if positions is not None:
+        call = replace(call, structure=with_dropped(call.structure, positions))
+    if compiling and (bound_layer := bound_layer.of_call(call.key.shape[1], call.query.shape[2])) is not None:
         chunks = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         if chunks and any(choice.keys is not None for choice in bound_layer.plan.choices):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Adds to a structure what only keywords tell: borders of packed documents, and keys that a model selects."""
+"""Adds to a structure what only keywords tell: documents' borders, keys that a model selects, what a cache dropped."""
 
 from __future__ import annotations
 
@@ -90,6 +90,13 @@ def with_restarts(structure: MaskStructure, positions: Tensor) -> MaskStructure:
         return structure
     documents = F.pad(falls.cumsum(1), (1, 0))
     return structure.with_changes(q_segments=documents, k_segments=documents)
+
+
+def with_dropped(structure: MaskStructure, positions: Any) -> MaskStructure:
+    """Returns the structure of a layer with a window, whose cache has dropped what `[batch, q_len]` positions count."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return structure
+    return structure.with_changes(dropped=(positions[:, -1] - structure.kv_len + 1).clamp_min(0))
 
 
 def with_selected_keys(

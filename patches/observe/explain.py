@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.call import AttentionCall, head_dim_of
 from adaattn_hf.attention.kind import COMPILING, DROPOUT, CallKind
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
@@ -254,7 +254,7 @@ class _DryRun(TorchFunctionMode):
     def answer(self, module: nn.Module, call: AttentionCall) -> torch.Tensor:
         """Answers by an uninitialised tensor."""
         batch, heads, q_len, _ = call.query.shape
-        return call.query.new_empty((batch, q_len, heads, call.value.shape[3]))
+        return call.query.new_empty((batch, q_len, heads, head_dim_of(call.value)))
 
     def run(self, phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
         """Runs the copy: its output, None where it needs data, which `unknown` then says, and its calls."""

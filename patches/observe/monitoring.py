@@ -56,7 +56,7 @@ def monitoring(model: Holder, *, sample_rows: bool = True) -> Iterator[Monitor]:
     def run_what_is_left(module: nn.Module, call: AttentionCall) -> Tensor | None:
         if id(module) not in layers:
             return None
-        bound_layer = monitor.watch(layers[id(module)], checked_layer(module), call, module.training)
+        bound_layer = monitor.watch(layers[id(module)], checked_layer(module), call.dequantised(), module.training)
         return None if bound_layer is None else execute.attend(bound_layer, call, call.backend).out
 
     with listening(Listener(answer=run_what_is_left, whole="adaattn_hf.monitoring")):

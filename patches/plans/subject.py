@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaattn_hf import __version__
 from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
 
 from ..models.positions import learned_positions, stated_positions
@@ -36,8 +35,8 @@ def longest_input(model: nn.Module) -> int | None:
     return min((count for count in limits if count is not None), default=None)
 
 
-def exact_plan(model: nn.Module, indices: Sequence[int]) -> Plan:
-    """A plan of a model that names these layers, and leaves each exact: what others are made from."""
+def exact_plan(model: nn.Module, indices: Sequence[int], adaattn: str) -> Plan:
+    """A plan, made by our version `adaattn`, that names these layers and leaves each exact: others are made from it."""
     _, first = next(attention_modules(model), (0, None))
     if first is None:
         raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
@@ -49,7 +48,7 @@ def exact_plan(model: nn.Module, indices: Sequence[int]) -> Plan:
         weight_hash=model_hash(model),
         configuration=computes_by(config),
         dtype=module_dtype(modules[indices[0]]),
-        adaattn=__version__,
+        adaattn=adaattn,
         torch=torch.__version__,
         transformers=version("transformers"),
         budget=0.0,

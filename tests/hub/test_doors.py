@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 from torch.autograd import forward_ad
+from transformers import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
 import adaattn_hf
@@ -18,13 +19,14 @@ from adaattn_hf.patches.call.interface import attention_function
 from ..support.choices import make_choice
 from ..support.kernels import kernel
 from ..support.malformed import Layer
-from ..support.models import fresh_pair, logits
+from ..support.models import fresh_pair, logits, tokens
 from ..support.plans import give
 
 assert adaattn_hf.NAMES  # the package at one door, the kernel at the other
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 Serve = Callable[..., Any]
+KERNEL = "adaattn_kernel_under_test"
 
 
 @pytest.fixture(params=["package", "kernel"])
@@ -270,16 +272,38 @@ def test_a_call_without_memory_is_not_taken_for_one_with_it(flash: Any) -> None:
         assert isinstance(flash.flash_attn_func(*fake, causal=True), FakeTensor)
 
 
-def test_the_first_layer_binds_the_plan_in_a_configuration_to_the_model() -> None:
-    """As Transformers calls the kernel, which nobody hands a model: the package computes the same by `load_plan`."""
-    name = "adaattn_kernel_under_test"
-    tf.AttentionInterface.register(name, kernel("adaattn").flash_attn_forward)
-    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
-    package, model = fresh_pair("llama").ours, fresh_pair("llama").ours
-    exact = logits(package)
-    plan = give(package, make_choice("window", window=2))
-    model.set_attn_implementation(name)
+def planned(family: str, **where: Any) -> tuple[Any, Any]:
+    """A model with a plan under the package, and the same by the kernel, which nobody hands a model."""
+    tf.AttentionInterface.register(KERNEL, kernel("adaattn").flash_attn_forward)
+    AttentionMaskInterface.register(KERNEL, AttentionMaskInterface()["sdpa"])
+    package, model = fresh_pair(family).ours, fresh_pair(family).ours
+    plan = give(package, make_choice("window", window=2), **where)
+    model.set_attn_implementation(KERNEL)
     model.config.adaattn = {"plan": plan.to_dict()}
+    return package, model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("full", [True, False], ids=["full cache", "rolling cache"])
+def test_a_row_beyond_a_plan_is_exact_where_a_window_hides_how_many_came_before(full: bool) -> None:
+    """And one of a sequence that begins in the window is within the plan."""
+    ids, (package, by_kernel) = tokens(2, 12), planned("mistral-window", lengths=(8,))
+    real = (torch.arange(12) >= torch.tensor([[0], [9]])).long()
+    right = package(ids, attention_mask=real, output_attentions=True)
+    for model, shown in ((package, True), (by_kernel, False)):
+        cache = DynamicCache() if full else DynamicCache(config=model.config)
+        model(ids[:, :-1], attention_mask=real[:, :-1], past_key_values=cache)
+        mask = (real * torch.arange(12) > 7)[:, None, None, 0 if full else 8 :]
+        found = model(ids[:, -1:], attention_mask=mask, past_key_values=cache, output_attentions=shown)
+        torch.testing.assert_close(found.logits, right.logits[:, -1:], atol=2e-6, rtol=0)
+        if shown:
+            expected = right.attentions[-1][:, :, -1:, -mask.shape[3] :]
+            torch.testing.assert_close(found.attentions[-1], expected, atol=2e-6, rtol=0)
+
+
+def test_the_first_layer_binds_the_plan_in_a_configuration_to_the_model() -> None:
+    package, model = planned("llama")
+    exact = logits(fresh_pair("llama").ours)
     for _ in range(2):
         torch.testing.assert_close(logits(model), logits(package), atol=2e-6, rtol=0)
     assert not torch.allclose(logits(model), exact, atol=1e-4)

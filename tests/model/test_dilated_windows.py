@@ -1,17 +1,11 @@
-"""Dilated windows: no model hands one over, which is why no rule says them; those of users are exact as dense masks."""
+"""Dilated windows: no model hands one over, which is why no rule says them."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
 import transformers
-from transformers.masking_utils import and_masks, sliding_window_causal_mask_function
-
-from adaattn_hf.patches.mask.masks import adaattn_mask
-from adaattn_hf.patches.mask.structured_mask import StructuredMask
 
 SOURCE = Path(transformers.__file__).parent
 POSITIONS = {"q_idx", "kv_idx"}
@@ -61,27 +55,3 @@ def overlay(step):
 """
     assert list(places_of_dilation(planted)) == ["inner"]
     assert not list(places_of_dilation(planted.replace("% step == 0", "< step")))
-
-
-def dilated(window: int, step: int) -> Any:
-    """A mask function of a user's own: every `step`-th of the last `window` keys."""
-
-    def every(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (query - key) % step == 0
-
-    return and_masks(sliding_window_causal_mask_function(window), every)
-
-
-@pytest.mark.parametrize(("window", "step"), [(1, 1), (5, 2), (6, 3), (17, 4), (4, 7)])
-def test_a_dilated_window_of_a_users_own_is_what_it_says(window: int, step: int) -> None:
-    """Every pair of lengths up to 17, the last query at the last key, as in a prompt behind a cache."""
-    for kv_len in range(1, 18):
-        for q_len in range(1, kv_len + 1):
-            offset = kv_len - q_len
-            mask = adaattn_mask(1, q_len, kv_len, offset, mask_function=dilated(window, step))
-            assert isinstance(mask, StructuredMask)
-            meant = [
-                [0 <= i + offset - j < window and (i + offset - j) % step == 0 for j in range(kv_len)]
-                for i in range(q_len)
-            ]
-            assert mask.structure.visible()[0, 0].tolist() == meant

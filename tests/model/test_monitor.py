@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -197,6 +198,17 @@ def test_each_model_has_a_monitor_of_its_own() -> None:
     one.config.adaattn = {**one.config.adaattn, "monitor": True}  # set again: a new session
     one(_tokens())
     assert adaattn_hf.statistics(one)[0]["calls"] == 1
+
+
+@torch.no_grad()
+def test_a_plan_over_a_quantised_cache_runs_watched_as_it_runs_alone() -> None:
+    model, found = _planned(p95=0.9, monitor=False, choice=make_choice("window", 32, 4, precision="int8")), []
+    for watch in (nullcontext(), adaattn_hf.monitoring(model)):
+        cache = adaattn_hf.AdaAttnCache(model, "int8")
+        with watch:
+            model(_tokens()[:, :-9], past_key_values=cache)
+            found.append(model(_tokens()[:, -9:], past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("extra", ["softcap", "sink_logits", "bias", "window"])

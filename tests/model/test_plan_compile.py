@@ -244,7 +244,6 @@ STRUCTURES = {
     "causal": MaskStructure(2, 20, 20, causal=True),
     "step": MaskStructure(2, 1, 20, causal=True, q_offset=12),
     "left": MaskStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
-    "left, silent": MaskStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) > 4),
     "right": MaskStructure(2, 20, 20, causal=True, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
     "encoder": MaskStructure(2, 20, 20, key_padding=torch.arange(20)[None].expand(2, -1) < 14),
     "window": MaskStructure(2, 20, 20, causal=True, window=6),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .bind import layer_by
 from .config import settings_in
 from .mask import structure_of
 from .patches.call.refusals import check_call, check_dense, check_paged, check_square, check_transform, with_bias
-from .patches.mask.documents import with_documents, with_selected_keys
+from .patches.mask.documents import with_documents, with_dropped, with_selected_keys
 from .plans import execute
 from .plans.plan import PlanError
 
@@ -125,6 +126,8 @@ def flash_attn_forward(
                 "plan in config.adaattn, which needs to know where sequences start; install adaattn-hf and load the "
                 "model with attn_implementation='adaattn', or remove the plan"
             )
+        if sliding_window is not None:
+            call = replace(call, structure=with_dropped(structure, positions))
         out = execute.attend(bound_layer, call, backend).out
     # AFMoE takes a view of it
     return restored(out, out_dtype), None

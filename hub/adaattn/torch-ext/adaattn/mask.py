@@ -57,7 +57,9 @@ def _guesses(rows: Tensor, causal: bool, window: int | None) -> list[MaskStructu
     for end in dict.fromkeys((int(last[-1]) + 1 if len(last) else kv_len, kv_len)):
         offset = end - q_len
         for w in dict.fromkeys((window, None)):
-            # of keys behind the last query and before every window no query tells; they count as real
-            untold = (columns >= end) if w is None else (columns >= end) | (columns <= offset - w)
+            # of keys behind the last query and before every window no query tells; they count as real, these where the
+            # first key that a window reaches is
+            first = 0 if w is None else max(offset - w + 1, 0)
+            untold = (columns >= end) | (columns < first) & seen_by_some[:, first, None]
             guesses.append(MaskStructure(batch, q_len, kv_len, True, offset, w, key_padding=seen_by_some | untold))
     return guesses
