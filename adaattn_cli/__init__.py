@@ -25,7 +25,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt, from a finalizer as soon as it is over: there Python would print it and go on."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
-            threading.Timer(0.01, signal.raise_signal, (number,)).start()
+            # to the main thread itself, which may sleep or wait for a process by then; Windows has no such call
+            send = getattr(signal, "pthread_kill", lambda _, again: signal.raise_signal(again))
+            threading.Timer(0.01, send, (threading.main_thread().ident, number)).start()
             return
         frame = frame.f_back
     raise KeyboardInterrupt
