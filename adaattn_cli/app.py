@@ -92,8 +92,8 @@ def _printing() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or isinstance(error, BrokenPipeError):  # a file's; typer's to end
-            raise
+        if error.errno is None or error.filename is not None or isinstance(error, BrokenPipeError):
+            raise  # a library that does not load, a file, what typer ends
         sys.stdout = None  # Python would try again at its end, and say so in its own words
         typer.echo(f"error: standard output: {error.strerror}; print to a place that has room", err=True)
         raise typer.Exit(3) from error

@@ -1,6 +1,5 @@
 """The command line around its commands: quick help, version, completion, `doctor`, `run`, JSON."""
 
-import importlib
 import json
 import os
 import signal
@@ -9,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -189,11 +189,11 @@ def test_a_bar_of_another_library_is_drawn_in_a_terminal_alone(monkeypatch: pyte
 
 
 def test_an_interrupted_import_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(name: str) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(importlib, "import_module", interrupted)
+    imports = Mock(side_effect=[KeyboardInterrupt, OSError("libx.so: cannot be opened")])
+    monkeypatch.setattr(application, "importlib", Mock(import_module=imports))
     adaattn("eval", code=130, says="interrupted")
+    # a library that cannot be loaded is no matter of standard output's
+    assert isinstance(adaattn("eval", code=1).exception, OSError)
 
 
 # --- run
