@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from types import FrameType
 
@@ -11,7 +12,8 @@ from types import FrameType
 def main() -> None:
     """Run the command line; exits the process with the command's code, 130 where Ctrl-C came before there was one."""
     try:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # a program under `run` has Python's own, which asyncio asks for
+        if sys.argv[1:2] != ["run"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, interrupt)
         from .app import run

@@ -130,8 +130,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits the process with the command's code."""
     for name in ("stdin", "stdout", "stderr"):  # in the order of their numbers, which the next files would get
         if getattr(sys, name) is None:  # `2>&-`, say: libraries write to it unasked
-            way = "r" if name == "stdin" else "w"
-            setattr(sys, name, open(os.devnull, way, encoding="utf-8"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows, say, has no Δ
             stream.reconfigure(errors="backslashreplace")

@@ -144,15 +144,16 @@ def test_what_takes_a_model_takes_its_revision_and_code() -> None:
         assert {"--revision", "--trust-remote-code", "--gguf-file"} <= options_of(leaves()[name]), name
 
 
-def test_ctrl_c_before_there_is_a_command_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(application, "run", interrupted)
+@pytest.mark.parametrize(("word", "handler"), [("eval", adaattn_cli.interrupt), ("run", signal.default_int_handler)])
+def test_ctrl_c_before_there_is_a_command_leaves_no_traceback(
+    word: str, handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "run", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(sys, "argv", ["adaattn", word])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(SystemExit) as end:
         adaattn_cli.main()
-    assert (end.value.code, signal.signal(signal.SIGINT, before)) == (130, adaattn_cli.interrupt)
+    assert (end.value.code, signal.signal(signal.SIGINT, before)) == (130, handler)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
