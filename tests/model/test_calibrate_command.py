@@ -24,8 +24,9 @@ from adaattn_cli.commands import CALIBRATE
 from adaattn_cli.job import STAGES, Job, out_of_memory, outlook
 from adaattn_cli.place import directory
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
+from adaattn_hf._files import write_atomically
 from adaattn_hf.calibration import calibrate as calibration
-from adaattn_hf.calibration import fisher, inputs, layers, pricing, state
+from adaattn_hf.calibration import fisher, inputs, layers, pricing
 from adaattn_hf.calibration.inputs import seconds_at
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.calibration.state import FILE, RISKS_FILE
@@ -567,7 +568,7 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", str(model / FILE))
-    monkeypatch.setattr(state, "write_atomically", failing(state.write_atomically, 2, full))
+    monkeypatch.setattr("adaattn_hf.calibration.state.write_atomically", failing(write_atomically, 2, full))
     says = (
         f"{FILE}: No space left on device; what is measured is kept in {model}; the same command with --resume goes on"
     )
