@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 from types import FrameType
 
@@ -11,7 +12,8 @@ from types import FrameType
 def main() -> None:
     """Run the command line; exits the process with the command's code, 130 where Ctrl-C came before there was one."""
     try:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # a program under `run` has Python's own, which asyncio asks for
+        if sys.argv[1:2] != ["run"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, interrupt)
         from .app import run
@@ -25,7 +27,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt, from a finalizer as soon as it is over: there Python would print it and go on."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
-            threading.Timer(0.01, signal.raise_signal, (number,)).start()
+            # to the main thread itself, which may sleep or wait for a process by then; Windows has no such call
+            send = getattr(signal, "pthread_kill", lambda _, again: signal.raise_signal(again))
+            threading.Timer(0.01, send, (threading.main_thread().ident, number)).start()
             return
         frame = frame.f_back
     raise KeyboardInterrupt

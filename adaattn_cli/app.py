@@ -92,8 +92,8 @@ def _printing() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or isinstance(error, BrokenPipeError):  # a file's; typer's to end
-            raise
+        if error.errno is None or error.filename is not None or isinstance(error, BrokenPipeError):
+            raise  # a library that does not load, a file, what typer ends
         sys.stdout = None  # Python would try again at its end, and say so in its own words
         typer.echo(f"error: standard output: {error.strerror}; print to a place that has room", err=True)
         raise typer.Exit(3) from error
@@ -130,8 +130,7 @@ def run(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits the process with the command's code."""
     for name in ("stdin", "stdout", "stderr"):  # in the order of their numbers, which the next files would get
         if getattr(sys, name) is None:  # `2>&-`, say: libraries write to it unasked
-            way = "r" if name == "stdin" else "w"
-            setattr(sys, name, open(os.devnull, way, encoding="utf-8"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows, say, has no Δ
             stream.reconfigure(errors="backslashreplace")

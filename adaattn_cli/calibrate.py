@@ -27,7 +27,7 @@ from adaattn_hf.plans.wording import allowed
 
 from .ending import ending, room_or_sentence, use_threads, writable
 from .fit import fit_to_text, opened
-from .job import STAGES, Job, job_of, out_of_memory, outlook, scoring_of
+from .job import STAGES, Job, job_of, kept, out_of_memory, outlook, scoring_of
 from .options import Done, Options
 from .place import directories, directory, refuse_other_plan
 from .storing import BUDGET_NOT_MET, Show, proven_in, store, stored
@@ -39,12 +39,8 @@ def run(options: Options) -> Done:
     with ending(wrong=(ValueError,)):
         target, places = directory(options), directories(options)
 
-    def kept() -> str:
-        if kept_in(target) is None:
-            return "nothing was measured yet, so nothing is kept"
-        return f"what is measured is kept in {target}; the same command with --resume goes on"
-
-    with ending(default=target, stays=kept, kept=kept, wrong=(ValueError, FileNotFoundError, ModelUnavailable)):
+    stays = partial(kept, target, "the same command with --resume")
+    with ending(default=target, stays=stays, kept=stays, wrong=(ValueError, FileNotFoundError, ModelUnavailable)):
         use_threads(options.threads)
         resolve_device(options.device)
         job = job_of(options, target, places)
@@ -154,7 +150,7 @@ def calibrated(
                             state.save(job.target)
                     worst = max(worst, code)
     except OutOfTime as over:
-        tell(console, f"{over}: what is measured is kept in {job.target}; --resume with more --minutes goes on")
+        tell(console, f"{over}: {kept(job.target, '--resume with more --minutes')}")
         return BUDGET_NOT_MET, results
     finally:
         for show in shown:

@@ -107,6 +107,12 @@ def outlook(job: Job, stages: Mapping[str, float]) -> list[str]:
     return [*lines, f"Ctrl-C keeps what is measured by then in {job.target}, and --resume goes on with it"]
 
 
+def kept(target: Path, again: str) -> str:
+    """Returns the words on what a run that ends early keeps, and how to go on."""
+    words = f"what is measured is kept in {target}; {again} goes on"
+    return words if kept_in(target) else "nothing was measured yet, so nothing is kept"
+
+
 def out_of_memory(job: Job, device: object, stage: str, error: str) -> str:
     """Returns the out-of-memory message: what was being done, what would fit, and what is kept."""
     longest, batch = job.settings.lengths[-1], job.settings.batch
@@ -126,14 +132,13 @@ def out_of_memory(job: Job, device: object, stage: str, error: str) -> str:
         "prices": f"a smaller batch (--batch-size {batch // 2})" if batch > 1 else shorter,
         "joint": f"{shorter} or fewer sequences at once (--joint {max(job.settings.joint - 1, 1)})",
     }.get(stage, shorter)
-    file = kept_in(job.target)
-    kept = (
-        "nothing was finished before it"
-        if file is None
-        else f"what was measured before is kept in {file}: the same command with --resume goes on, with another "
-        "--batch-size or --held-out, too; delete that file to begin anew with other lengths, rows or sequences"
-    )
+    stays = "nothing was finished before it"
+    if file := kept_in(job.target):
+        stays = (
+            f"what was measured before is kept in {file}: the same command with --resume goes on, with another "
+            "--batch-size or --held-out, too; delete that file to begin anew with other lengths, rows or sequences"
+        )
     return (
         f"memory: {device} has none left while {doing} ({error}), expected room for it; what would fit: {fits}, or a "
-        f"device with more memory; {kept}"
+        f"device with more memory; {stays}"
     )

@@ -37,15 +37,14 @@ def run(options: Options) -> Done:
     if options.attention not in (None, *adaattn_hf.NAMES):
         leave(UsageError(f"--attention: got {options.attention!r}, expected one of {', '.join(adaattn_hf.NAMES)}"))
     with models_that_load(plan, options.attention):
-        if words[0] == "-m" and len(words) > 1:
-            sys.argv = words[1:]
+        module = words[0] == "-m" and len(words) > 1
+        sys.argv = words[module:]
+        if module:
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         elif Path(words[0]).is_file():
-            sys.argv = words
             sys.path.insert(0, str(Path(words[0]).resolve().parent))  # as `python FILE.py` does
             runpy.run_path(words[0], run_name="__main__")
         else:
-            sys.argv = words
             raise SystemExit(_console_script(words[0])())
     return Done()
 

@@ -123,8 +123,7 @@ def _verdicts(
             f"data: it holds {len(pool)} sequences of {content} tokens that did not choose the plan, expected at least "
             "2; give more of its text"
         )
-    used = {"joint": pool[:1], "held_out": pool}
-    samples = {length: cut(used, scoring.content(length)) for length in plan.lengths}
+    samples = {n: cut({"joint": pool[:1], "held_out": pool}, scoring.content(n)) for n in plan.lengths}
     inputs = Inputs(ModelArms(model), settings, scoring, samples, other_source=apart)
     rounding = min(stock_distance(inputs)[0], most_rounding(plan.dtype))
     gates = Gates(plan.budget, settings.top1, settings.needles_lost, rounding, max_kl=settings.max_kl)

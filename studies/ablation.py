@@ -35,7 +35,7 @@ HEAD = """# What each part of a calibration contributes
 
 Written by `python -m studies.ablation`; do not edit. All arms of a model share the same risks and prices. Each is a
 search under one kind of choice (`--families`), under all, or under all with risks averaged over heads: it then knows
-what a choice costs, but not where.
+what a choice costs, but not where. At a commit marked `+dirty` files differed from it.
 
 * *times as fast*: attention of a prefill, by the prices. They were taken once for each model, on a machine that was not
   quiet: compare arms of one model with one another, and believe no speed.
@@ -94,8 +94,8 @@ def page(models: Mapping[str, Mapping[str, Any]]) -> str:
     head = ("arm", "perplexity, at most", "times as fast", "measured / predicted", "candidates")
     lines = [HEAD]
     for name, arms in models.items():
-        made = next(iter(arms.values()))["provenance"]
-        lines += [f"## {name}", "", f"{machine(made)}, commit {commit(made)}.", ""]
+        made = [arm["provenance"] for arm in arms.values()]
+        lines += [f"## {name}", "", f"{machine(made[0])}, commit {', '.join(dict.fromkeys(map(commit, made)))}.", ""]
         lines += table(head, [row_of(arm, found) for arm, found in arms.items()])
     missing = [name for name in DEMO_MODELS if name not in models]
     lines += [f"Not measured yet: {', '.join(missing)}.", ""] if missing else []

@@ -44,7 +44,7 @@ from .cache_speed import beyond, foretold, held_bytes, speed
 from .cache_text import PARTS, Arm, compared, prefilled, read_more
 
 SECTIONS: dict[str, dict[str, Any]] = {
-    "loss": {"text": "", "input": {}, "read": {}, "held": {}, "rows": []},
+    "loss": {"text": "", "input": {}, "read": {}, "held": {}, "commits": {}, "rows": []},
     "speed": {"models": {}, "floor": {}, "weights": {}},
 }
 """What there is to measure, and what each section holds before it begins."""
@@ -191,7 +191,7 @@ def main(
             "input": {"gguf_file": gguf_file, "tokens": hashlib.sha256(ids.numpy().tobytes()).hexdigest()},
         }
         if "loss" in parts:
-            loss = found["loss"]
+            loss, here = found["loss"], provenance(place)["commit"]
             # nothing was read before: any text will do
             known = {key: loss[key] or value for key, value in inputs.items()}
             refuse_others(stem.with_suffix(".json"), known, inputs)
@@ -204,6 +204,7 @@ def main(
 
             def kept(arm: Arm) -> None:
                 loss["rows"] = compared(loss["read"], arms, windows, window)
+                loss["commits"][arm.name] = here
                 counts = (f"{len(loss['read'].get(part, {}).get(arm.name, ()))} {part}" for part in PARTS)
                 keep(f"loss of {arm.name}: {', '.join(counts)}")
 

@@ -8,6 +8,7 @@ from typing import Any
 from .cache_arms import ARMS, READ
 from .cache_speed import MARGIN, beyond
 from .cache_text import CONFIDENCE, HAYSTACKS, PARTS, PIECE, STOCK, texts
+from .pages import commit
 
 
 def page(found: dict[str, Any]) -> str:
@@ -142,19 +143,19 @@ def _loss(loss: Mapping[str, Any]) -> list[str]:
             f"| {row['cache']} | {size:,.0f} | {f'**{share}**' if best else share} | {row['delta_nll']:+.2e} | "
             f"{row['upper']:+.2e} | {row['found']}/{row['needles']} |"
         )
-    made = loss["provenance"]
+    commits = ", ".join(sorted({commit({"commit": one}) for one in loss["commits"].values()}))
     return [
         "## Loss against memory",
         "",
-        f"{_where(made)}, commit {made['commit']}; losses do not depend on how busy it is. {loss['text']}: half "
+        f"{_where(loss['provenance'])}, commit {commits}; losses do not depend on how busy it is. {loss['text']}: half "
         "a window is read at once, pressed where an arm presses, the other half behind it in pieces of "
         f"{PIECE} tokens. Δnll against {STOCK} on the same tokens, nats/token, upper bound at {CONFIDENCE:.0%} over "
         f"windows. Needles found in at most {HAYSTACKS} prompts, whose questions come behind them: no press sees what "
         "it will be asked.",
         "",
         "Bytes are those of every storage that the cache holds behind the prompt, divided by the prompt's tokens. "
-        "Tokens behind it are never pressed, and QuantizedCache keeps the latest as numbers. Bold: no cache here that "
-        "takes fewer bytes has as small a bound.",
+        "Tokens behind it are never pressed, and QuantizedCache keeps the latest as numbers. Bold: no other cache here "
+        "has as small a bound in as few bytes.",
         "",
         f"| cache | bytes/token | of {STOCK}'s | Δnll | at most | needles found |",
         "|---|---|---|---|---|---|",

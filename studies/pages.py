@@ -32,5 +32,6 @@ def machine(made: Mapping[str, Any]) -> str:
 
 
 def commit(made: Mapping[str, Any]) -> str:
-    """Returns the commit that something was measured at, or that nobody wrote it down."""
-    return made["commit"][:9] if made.get("commit") else "not recorded"
+    """Returns the commit of a measurement, with `+dirty` where files differed, or that nobody wrote it down."""
+    digits, *dirty = (made.get("commit") or "not recorded").partition("+")
+    return "".join([digits[:9], *dirty]) if made.get("commit") else digits

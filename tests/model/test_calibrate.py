@@ -374,10 +374,10 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
 def test_needles_that_are_lost_end_the_sequence_and_say_so(
     measurement: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = verify.Evidence.of
-    lost = staticmethod(lambda read, scores, found, apart: real(read, scores, [(True, False)] * len(found), apart))
-    monkeypatch.setattr(verify.Evidence, "of", lost)
-    failed = choose_and_verify(measurement, replace(SETTINGS, needles_lost=0.0))
+    monkeypatch.setattr(ladder, "joint", lossy(lambda picks: 0))
+    monkeypatch.setattr("adaattn_hf.eval.needles.retrieved", lambda _, hay, tap: (tap is exact_tap,) * len(hay.answers))
+    fresh = replace(measurement, inputs=replace(measurement.inputs, retrieved={}))
+    failed = choose_and_verify(fresh, replace(SETTINGS, needles_lost=0.0))
     assert not failed.met
     assert "the first candidate failed: 2 of 2 needles are lost, more than 0; more held-out text" in failed.sentence
 

@@ -24,11 +24,12 @@ from adaattn_cli.commands import CALIBRATE
 from adaattn_cli.job import STAGES, Job, out_of_memory, outlook
 from adaattn_cli.place import directory
 from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
+from adaattn_hf._files import write_atomically
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, inputs, layers, pricing
 from adaattn_hf.calibration.inputs import seconds_at
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
+from adaattn_hf.calibration.state import FILE, RISKS_FILE
 from adaattn_hf.eval import arms, team
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.eval.progress import Display, shown_progress
@@ -567,11 +568,12 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
 
 def test_a_full_disk_is_a_sentence_and_loses_nothing(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device", str(model / FILE))
-    monkeypatch.setattr(CalibrationState, "save", Mock(side_effect=full))
+    monkeypatch.setattr("adaattn_hf.calibration.state.write_atomically", failing(write_atomically, 2, full))
     says = (
         f"{FILE}: No space left on device; what is measured is kept in {model}; the same command with --resume goes on"
     )
     run(model, "--budget", "1%", code=3, says=says)
+    run(model, "--budget", "1%", "--resume")
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, run: Run) -> None:
@@ -702,8 +704,11 @@ def test_minutes_bound_the_whole_and_keep_what_is_measured(
 
     words = ("--budget", "1%", "--minutes", "30", "--output-dir", tmp_path / "plan")
     left = inputs.Inputs.left
+    monkeypatch.setattr(inputs.Inputs, "left", 0.0)
+    run(model, *words, code=4, says="30 minutes are over: nothing was measured yet, so nothing is kept")
+    monkeypatch.setattr(inputs.Inputs, "left", left)
     monkeypatch.setattr(fisher, "measure", late(fisher.measure, 1))
-    run(model, *words, code=4, says="30 minutes are over")
+    run(model, *words, code=4, says=f"30 minutes are over: what is measured is kept in {tmp_path / 'plan'}; --resume")
     monkeypatch.setattr(inputs.Inputs, "left", left)
     monkeypatch.setattr(inputs, "compare", late(arms.compare, 1))
     done = run(model, *words, "--resume", code=BUDGET_NOT_MET, says="30 minutes are over; the plan is exact")

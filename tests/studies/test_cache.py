@@ -231,12 +231,15 @@ def test_a_size_is_bold_where_no_smaller_cache_has_as_small_a_bound() -> None:
     bounds = {"DynamicCache": (8.0, 0.0), "AdaAttnCache int8": (4.0, 0.1), "worse": (4.0, 0.3), "small": (2.0, 0.2)}
     row = {"delta_nll": 0.0, "windows": 1, "found": 1, "needles": 2}
     section = {
-        "provenance": {"driver": None, "cpu": "a", "threads": 1, "commit": "b"}, "absent": {}, "libraries": "",
+        "provenance": {"driver": None, "cpu": "a", "threads": 1}, "absent": {}, "libraries": "",
+        "commits": {"worse": 12 * "b", "small": f"{12 * 'b'}+dirty"},
         "asked": {"windows": 1}, "text": "a text", "read": {},
         "held": {name: size for name, (size, _) in bounds.items()},
         "rows": [{**row, "cache": name, "upper": upper} for name, (_, upper) in bounds.items()],
     }  # fmt: skip
-    lines = [line.split(" | ") for line in page({"loss": section}).splitlines() if line.endswith("1/2 |")]
+    words = page({"loss": section})
+    assert f"commit {9 * 'b'}, {9 * 'b'}+dirty; losses" in words
+    lines = [line.split(" | ") for line in words.splitlines() if line.endswith("1/2 |")]
     assert [(line[0], line[2]) for line in lines] == [
         ("| small", "**25.0%**"), ("| AdaAttnCache int8", "**50.0%**"), ("| worse", "50.0%"),
         ("| DynamicCache", "**100.0%**"),
