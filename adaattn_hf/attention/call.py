@@ -57,6 +57,7 @@ class AttentionCall:
         stored: What turns key and value into numbers, where they are the codes that a cache stores.
         new_tokens: Key and value `[batch, num_kv_heads, 1, head_dim]` of the queries, which a kernel writes into
             their pages before it reads them, where the structure has pages.
+        window: The layer's own, told to plans: one row of a dense mask does not tell it from padding.
         layer: Number of the layer that asks, told to listeners.
         backend: Backend that was asked for by name, told to listeners.
     """
@@ -74,6 +75,7 @@ class AttentionCall:
     per_head: HeadRules | None = None
     stored: StoredKV | None = None
     new_tokens: tuple[Tensor, Tensor] | None = None
+    window: int | None = None
     layer: int | None = None
     backend: str | None = None
 

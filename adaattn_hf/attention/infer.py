@@ -12,14 +12,13 @@ from .call import AttentionCall
 from .structure import MaskStructure
 
 
-def infer_structure(call: AttentionCall, window: int | None = None) -> AttentionCall | None:
+def infer_structure(call: AttentionCall) -> AttentionCall | None:
     """Returns the call with rules in place of a dense mask, itself without such a mask, None where none fit.
 
     Causality, padding on either side, one window, documents and preallocated keys are found; the rules found make
     exactly the mask that was given. A bias that only hides keys counts as a mask; a row's finite numbers hide keys if
     it sees another one. Where a structure knows the padding besides the mask, nothing else is taken for padding. Looks
-    at data. `window` is that which the layer says it has:
-    one row of a mask cannot tell it from padding.
+    at data.
     """
     structure, bias = call.structure, call.bias
     if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:
@@ -30,7 +29,7 @@ def infer_structure(call: AttentionCall, window: int | None = None) -> Attention
         call = replace(call, structure=structure, bias=None)
     if structure.mask is None or structure.spans is not None:
         return call
-    inferred = structure.cached(_read, window)
+    inferred = structure.cached(_read, call.window)
     return None if inferred is None else replace(call, structure=inferred)
 
 

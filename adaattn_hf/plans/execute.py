@@ -49,23 +49,20 @@ def launch_names(choices: Sequence[Choice], call: AttentionCall) -> dict[str, st
     return names
 
 
-def attend(
-    bound_layer: BoundLayer, call: AttentionCall, backend: str | None = None, window: int | None = None
-) -> AttentionResult:
+def attend(bound_layer: BoundLayer, call: AttentionCall, backend: str | None = None) -> AttentionResult:
     """Returns the output of the plan, `[batch, q_len, heads, head_dim_v]`, in the query's dtype.
 
-    `window` is the layer's own, which one row of a dense mask, as traced graphs make it, does not show. A plan for
-    another number of key/value heads is a ValueError.
+    A plan for another number of key/value heads is a ValueError.
     """
     layer = bound_layer.of_call(call.key.shape[1], call.query.shape[2])
     if layer is None:
         return select.attend(call, backend)
     if torch.compiler.is_compiling() or jit_trace() is not None:
-        return AttentionResult(_traced(layer, call, backend, window))
-    return _by_rows(layer, call, window, partial(select.attend, backend=backend), partial(_planned, backend))
+        return AttentionResult(_traced(layer, call, backend))
+    return _by_rows(layer, call, partial(select.attend, backend=backend), partial(_planned, backend))
 
 
-def weights(bound_layer: BoundLayer, call: AttentionCall, window: int | None = None) -> Tensor:
+def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
     """Returns the attention weights `[batch, heads, q_len, kv_len]` under the plan; ValueError in a traced graph."""
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -87,13 +84,12 @@ def weights(bound_layer: BoundLayer, call: AttentionCall, window: int | None = N
 
     if (layer := bound_layer.of_call(call.key.shape[1], call.query.shape[2])) is None:
         return attention_weights(call)
-    return _by_rows(layer, call, window, exact, planned).out.transpose(1, 2)
+    return _by_rows(layer, call, exact, planned).out.transpose(1, 2)
 
 
 def _by_rows(
     bound_layer: BoundLayer,
     call: AttentionCall,
-    window: int | None,
     exact: Callable[[AttentionCall], AttentionResult],
     planned: Callable[[BoundLayer, AttentionCall, bool], AttentionResult],
 ) -> AttentionResult:
@@ -101,9 +97,9 @@ def _by_rows(
     if call.stored is not None:
         bound_layer = bound_layer.for_quantised_cache
     if call.bias is not None and (alone := numbers_alone(call)):  # rows that see nothing by any rules are exact
-        return _where(alone[0], exact(call), _by_rows(bound_layer, alone[1], window, exact, planned))
+        return _where(alone[0], exact(call), _by_rows(bound_layer, alone[1], exact, planned))
     if call.structure.mask is not None or call.bias is not None:
-        inferred = infer_structure(call, window)
+        inferred = infer_structure(call)
         counting = [choice.label for choice, _ in bound_layer.launches if choice.keys is not None]
         if inferred is None and counting:
             raise ValueError(
@@ -116,7 +112,7 @@ def _by_rows(
     decode, speaks = bound_layer.speaks_for(structure)
     if isinstance(decode, Tensor):  # steps and prefills in one call
         parts = [replace(call, structure=only(structure, chosen)) for chosen in (decode, ~decode)]
-        steps, prefills = (_by_rows(bound_layer, part, None, exact, planned) for part in parts)
+        steps, prefills = (_by_rows(bound_layer, part, exact, planned) for part in parts)
         return _where(decode[:, None, :, None], steps, prefills)
     first, last = (rows, rows) if speaks else (0, 0)
     if speaks is None:
@@ -257,9 +253,11 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
     # a copy that was compiled before it computed once has none
     if (owner := bound_layer.owner and bound_layer.owner()) is not None:
         owner.check_graph(bound_layer)  # no hook of the model is called in a graph
-    call = AttentionCall(query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias)
+    call = AttentionCall(
+        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias, window=own_window
+    )
     call.check()
-    call = infer_structure(call, own_window) or call
+    call = infer_structure(call) or call
     call = replace(call, structure=call.structure.simplified())
     with torch.no_grad():
         return attend(bound_layer, call, backend).out.contiguous()
@@ -278,7 +276,7 @@ def _is_whole(handle: int, kv_heads: int) -> bool:
     return launch.whole and len(launch.heads) == kv_heads
 
 
-def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None, window: int | None) -> Tensor:
+def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -> Tensor:
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler
@@ -310,7 +308,7 @@ def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None, w
             return kernel(step).out
     out: Tensor = planned_op(
         call.query, call.key, call.value, call.bias, call.sink_logits,
-        bound_layer.handle, backend, window, call.scaling, call.softcap,
+        bound_layer.handle, backend, call.window, call.scaling, call.softcap,
         *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *structure.operands(),
     )  # fmt: skip
     return out

@@ -42,6 +42,7 @@ def attend_extended(
     """
     compiling, dtype = torch.compiler.is_compiling(), call.query.dtype
     _read(module, call, attention_mask, is_causal, sliding_window, kwargs, streams is not None)
+    call.window = sliding_window
     heard_by: tuple[Listener, ...] = () if compiling else listeners()
     raw = raw_settings(getattr(module, "config", None))
     settings = EXACT if raw is None else settings_of(raw, LAYER in module.__dict__)
@@ -52,8 +53,11 @@ def attend_extended(
         call.layer, call.backend = module.__dict__.get("layer_idx"), forced
     if streams is not None:
         return restored(streams.attend(module, call, forced, bool(wants_weights)), dtype), None
-    out, bound_layer = ask(heard_by, module, call) if heard_by else None, None
     has_layer = LAYER in module.__dict__ or (not compiling and instead() is not None)
+    if has_layer and sliding_window is not None and isinstance(attention_mask, Tensor):
+        # positions say how many tokens a cache dropped, where a dense mask does not
+        call = replace(call, structure=with_dropped(call.structure, kwargs.get("position_ids")))
+    out, bound_layer = ask(heard_by, module, call) if heard_by else None, None
     if out is None and settings.plan is not None and not has_layer:
         from ..plans.bound import UNBOUND, say
 
@@ -63,9 +67,7 @@ def attend_extended(
         # imported here: models without plans need nothing of them
         from adaattn_hf.plans import execute
 
-        # positions say how many tokens a cache dropped, where a dense mask does not
-        dense = isinstance(attention_mask, Tensor) and sliding_window is not None
-        bound_layer, call = _by_plan(module, call, kwargs.get("position_ids") if dense else None)
+        bound_layer = _by_plan(module, call)
     if compiling and raw is not None and bound_layer is None and call.structure.mask is not None:
         # the padding beside the dense mask is for plans only
         call = replace(call, structure=call.structure.with_changes(key_padding=None))
@@ -74,13 +76,10 @@ def attend_extended(
             from ..observe.monitoring import watched
 
             bound_layer = watched(module, bound_layer, call.dequantised())
-        if bound_layer is None:
-            out = attend(call, forced).out
-        else:
-            out = execute.attend(bound_layer, call, forced, sliding_window).out
+        out = attend(call, forced).out if bound_layer is None else execute.attend(bound_layer, call, forced).out
     weights = None
     if wants_weights:
-        weights = attention_weights(call) if bound_layer is None else execute.weights(bound_layer, call, sliding_window)
+        weights = attention_weights(call) if bound_layer is None else execute.weights(bound_layer, call)
     if heard_by:
         show(heard_by, module, call, out)
     return restored(out, dtype), weights
@@ -203,18 +202,16 @@ def _with_keywords(
     return with_selected_keys(module, structure, heads, kwargs)
 
 
-def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[BoundLayer | None, AttentionCall]:
-    # what a module's plan does about a call, None where it is exact, and the call as that needs it
+def _by_plan(module: nn.Module, call: AttentionCall) -> BoundLayer | None:
+    # what a module's plan does about a call, None where it is exact
     compiling = torch.compiler.is_compiling()
     from ..plans.bound import checked_layer
 
     # blocks of `use_plan` run outside of graphs
     bound_layer: BoundLayer | None = getattr(module, LAYER, None) if compiling else checked_layer(module)
-    if bound_layer is None:
-        return None, call
-    if positions is not None:
-        call = replace(call, structure=with_dropped(call.structure, positions))
-    if compiling and (bound_layer := bound_layer.of_call(call.key.shape[1], call.query.shape[2])) is not None:
+    if bound_layer is None or not compiling:
+        return bound_layer
+    if (bound_layer := bound_layer.of_call(call.key.shape[1], call.query.shape[2])) is not None:
         chunks = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         if chunks and any(choice.keys is not None for choice in bound_layer.plan.choices):
             raise ValueError(
@@ -222,4 +219,4 @@ def _by_plan(module: nn.Module, call: AttentionCall, positions: Any) -> tuple[Bo
                 f"{type(module).__name__} does not tell from a chunk's; run the model without torch.compile, or remove "
                 "the plan with adaattn_hf.remove_plan(model)"
             )
-    return bound_layer, call
+    return bound_layer

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -290,11 +291,13 @@ def test_a_row_beyond_a_plan_is_exact_where_a_window_hides_how_many_came_before(
     ids, (package, by_kernel) = tokens(2, 12), planned("mistral-window", lengths=(8,))
     real = (torch.arange(12) >= torch.tensor([[0], [9]])).long()
     right = package(ids, attention_mask=real, output_attentions=True)
-    for model, shown in ((package, True), (by_kernel, False)):
+    watched, as_is = adaattn_hf.monitoring(package, sample_rows=False), nullcontext()
+    for model, shown, how in (package, True, as_is), (package, False, watched), (by_kernel, False, as_is):
         cache = DynamicCache() if full else DynamicCache(config=model.config)
         model(ids[:, :-1], attention_mask=real[:, :-1], past_key_values=cache)
         mask = (real * torch.arange(12) > 7)[:, None, None, 0 if full else 8 :]
-        found = model(ids[:, -1:], attention_mask=mask, past_key_values=cache, output_attentions=shown)
+        with how:
+            found = model(ids[:, -1:], attention_mask=mask, past_key_values=cache, output_attentions=shown)
         torch.testing.assert_close(found.logits, right.logits[:, -1:], atol=2e-6, rtol=0)
         if shown:
             expected = right.attentions[-1][:, :, -1:, -mask.shape[3] :]
