@@ -78,9 +78,10 @@ def installed(name: str) -> str:
 
 def findings() -> Iterator[Finding]:
     """This package, Python and what is required, by the bounds in the metadata; CPU and kernels, GPUs, backends."""
-    yield Finding("versions", "adaattn-hf", importlib.metadata.version("adaattn-hf"))
+    own = installed("adaattn-hf")
+    yield Finding("versions", "adaattn-hf", own, "" if own else "pip install the checkout")
     yield Finding("versions", "Python", platform.python_version())
-    for requirement in map(Requirement, importlib.metadata.requires("adaattn-hf") or ()):
+    for requirement in map(Requirement, (own and importlib.metadata.requires("adaattn-hf")) or ()):
         if requirement.marker is not None:
             continue  # of an extra
         version = installed(requirement.name)
@@ -100,8 +101,7 @@ def findings() -> Iterator[Finding]:
             yield Finding("cpu", "native kernels", "; ".join(missing()), build)
     except UsageError as error:
         yield Finding("cpu", "native kernels", str(error))
-    cuda = torch.cuda.is_available()
-    if not cuda:
+    if not (cuda := torch.cuda.is_available()):
         built = torch.version.cuda or torch.version.hip
         state = f"torch {torch.__version__} is built {f'for CUDA or ROCm {built}' if built else 'without CUDA'}"
         yield Finding("gpu", "none:", state)

@@ -287,6 +287,13 @@ def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPa
     adaattn("doctor", code=1, says=("missing torch: pip install 'torch", "native kernels: not built; apt install g++"))
 
 
+def test_doctor_names_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = Mock(side_effect=doctor.importlib.metadata.PackageNotFoundError("adaattn-hf"))
+    monkeypatch.setattr(doctor.importlib.metadata, "distribution", absent)
+    code, found = findings()
+    assert (code, found["adaattn-hf"]["remedy"]) == (1, "pip install the checkout")
+
+
 def test_doctor_says_in_ten_lines_what_is_here_and_why_backends_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "80")
