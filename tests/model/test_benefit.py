@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adaattn_hf.attention.listeners import listeners
 from adaattn_hf.calibration import passes as benefit
 from adaattn_hf.calibration.inputs import OutOfTime, Run
 from adaattn_hf.calibration.settings import CalibrationSettings
@@ -38,11 +37,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         now, turns, forward = [0.0], [itertools.cycle(one) for one in (plan, exact)], model.forward
 
         def slow(*args: Any, **kwargs: Any) -> Any:
-            (*_, heard) = listeners()
-            now[0] += next(turns[heard.answer is exact_tap])
+            now[0] += next(turns[tapped.call_args.args[0] is exact_tap])
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(model, "forward", slow)
+        tapped = Mock(side_effect=benefit.tapping)
+        monkeypatch.setattr(benefit, "tapping", tapped)
         known = SimpleNamespace(parameters=dict.fromkeys(("use_cache", "past_key_values")))
         monkeypatch.setattr(benefit, "signature", lambda _: known)
         monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.process_time", lambda: now[0])

@@ -191,7 +191,7 @@ def test_it_reports_positions_that_are_taken_for_documents(monkeypatch: pytest.M
         documents = border.cumsum(1)
         return structure.with_changes(q_segments=documents, k_segments=documents)
 
-    monkeypatch.setattr(documents, "with_restarts", by_any_step)
+    monkeypatch.setattr(masks, "with_restarts", by_any_step)
     assert "off by" in reported(whole.wholes(), oracle.judge, 900, borderless)
 
 
@@ -201,7 +201,7 @@ def test_it_reports_rows_that_are_read_across(monkeypatch: pytest.MonkeyPatch) -
     def in_one_row(structure: Any, positions: torch.Tensor) -> Any:
         return real(structure, positions) if structure.batch == 1 else structure
 
-    monkeypatch.setattr(documents, "with_restarts", in_one_row)
+    monkeypatch.setattr(masks, "with_restarts", in_one_row)
 
     def rows(case: whole.Whole) -> bool:
         told = case.given.mask is None and case.given.cache == "off"
@@ -358,7 +358,8 @@ def test_it_reports_files_without_a_checksum(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_it_reports_borders_that_are_cut_by_the_rows_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     real = documents.with_documents
-    monkeypatch.setattr(documents, "with_documents", lambda rules, cu_q, cu_k, cut=0: real(rules, cu_q, cu_k))
+    for user in (masks, extended):
+        monkeypatch.setattr(user, "with_documents", lambda rules, cu_q, cu_k, cut=0: real(rules, cu_q, cu_k))
 
     def sharing(case: whole.Whole) -> bool:
         return case.family in twins.SHARING and case.given.borders is not None and case.given.words["keep"] == 1
@@ -385,7 +386,8 @@ def test_the_last_queries_alone_stand_where_they_stood(cache: str, pieces: tuple
 
 def test_it_reports_borders_that_are_taken_from_one_side(monkeypatch: pytest.MonkeyPatch) -> None:
     real = documents.with_documents
-    monkeypatch.setattr(documents, "with_documents", lambda rules, cu_q, cu_k, cut=0: real(rules, cu_q, cu_q))
+    for user in (masks, extended):
+        monkeypatch.setattr(user, "with_documents", lambda rules, cu_q, cu_k, cut=0: real(rules, cu_q, cu_q))
     for said, words in (("the first continues", "off by"), (ways.TOLD[3], "served with")):
         found = reported(ways.beside_a_cache(), ways.judge, 600, lambda call, said=said: call.said == said)
         assert words in found

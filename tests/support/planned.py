@@ -126,13 +126,13 @@ def judge(made: Planned) -> str:
         error = float((found.double() - truth).abs().amax())
         assert error <= limit, f"off by {error:.2e}, allowed {limit:.2e}"
     with torch.no_grad():
-        assert torch.equal(execute._traced(bound_layer, call, backend, None), found), "traced differs"
+        assert torch.equal(execute._traced(bound_layer, call, backend), found), "traced differs"
         rules = call.structure
         itself = rules.window == 1 and not rules.causal  # as it is to a causal row
         if rules.chunk is not None or rules.sinks or rules.spans is not None or itself:
             return "served"  # no traced graph of a model has these beside a plan
         try:
-            traced = execute._traced(bound_layer, as_traced(call), backend, rules.window)
+            traced = execute._traced(bound_layer, replace(as_traced(call), window=rules.window), backend)
         except ValueError as error:
             if "counts keys from a sequence's first" in str(error):
                 return "served"
