@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import passes as benefit
 from adaattn_hf.calibration.inputs import OutOfTime, Run
 from adaattn_hf.calibration.settings import CalibrationSettings
@@ -41,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(model, "forward", slow)
-        tapped = Mock(side_effect=benefit.tapping)
+        tapped = Mock(side_effect=tapping)
         monkeypatch.setattr(benefit, "tapping", tapped)
         known = SimpleNamespace(parameters=dict.fromkeys(("use_cache", "past_key_values")))
         monkeypatch.setattr(benefit, "signature", lambda _: known)

@@ -1,5 +1,6 @@
 """The command line around its commands: quick help, version, completion, `doctor`, `run`, JSON."""
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -288,8 +289,8 @@ def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPa
 
 
 def test_doctor_names_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = Mock(side_effect=doctor.importlib.metadata.PackageNotFoundError("adaattn-hf"))
-    monkeypatch.setattr(doctor.importlib.metadata, "distribution", absent)
+    absent = Mock(side_effect=importlib.metadata.PackageNotFoundError("adaattn-hf"))
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
     code, found = findings()
     assert (code, found["adaattn-hf"]["remedy"]) == (1, "pip install the checkout")
 
