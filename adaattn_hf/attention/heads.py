@@ -133,7 +133,7 @@ def windows_and_reach(structure: MaskStructure, rules: HeadRules) -> WindowsAndR
 def through_int8(tensor: Tensor) -> Tensor:
     """Returns the tensor after rounding to int8 and back, in its own dtype: one scale per vector of the last axis.
 
-    A vector of zeros stays one.
+    The scale is of the vector itself, so that rounding a token never looks at another one; zeros stay zeros.
     """
     peak = tensor.abs().amax(dim=-1, keepdim=True)
     scale = torch.where(peak > 0, peak / INT8_LEVELS, torch.ones_like(peak))

@@ -17,8 +17,8 @@ def infer_structure(call: AttentionCall) -> AttentionCall | None:
 
     Causality, padding on either side, one window, documents and preallocated keys are found; the rules found make
     exactly the mask that was given. A bias that only hides keys counts as a mask; a row's finite numbers hide keys if
-    it sees another one. Where a structure knows the padding besides the mask, nothing else is taken for padding. Looks
-    at data.
+    it sees another one. Where a structure knows the padding besides the mask, nothing else is taken for padding.
+    Looks at data.
     """
     structure, bias = call.structure, call.bias
     if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:

@@ -204,13 +204,14 @@ def _with_keywords(
 
 def _by_plan(module: nn.Module, call: AttentionCall) -> BoundLayer | None:
     # what a module's plan does about a call, None where it is exact
-    compiling = torch.compiler.is_compiling()
-    from ..plans.bound import checked_layer
+    if not torch.compiler.is_compiling():
+        from ..plans.bound import checked_layer
 
+        return checked_layer(module)
     # blocks of `use_plan` run outside of graphs
-    bound_layer: BoundLayer | None = getattr(module, LAYER, None) if compiling else checked_layer(module)
-    if bound_layer is None or not compiling:
-        return bound_layer
+    bound_layer: BoundLayer | None = getattr(module, LAYER, None)
+    if bound_layer is None:
+        return None
     if (bound_layer := bound_layer.of_call(call.key.shape[1], call.query.shape[2])) is not None:
         chunks = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         if chunks and any(choice.keys is not None for choice in bound_layer.plan.choices):
