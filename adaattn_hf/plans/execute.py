@@ -191,7 +191,8 @@ def _rows_within(structure: MaskStructure, limit: int, device: torch.device) -> 
     if real is not None:
         keys = torch.where(real.to(device), keys, torch.iinfo(keys.dtype).min)  # no document's number
     ordered = keys.sort(dim=1).values
-    queries = queries.expand(ordered.shape[0], -1).contiguous()
+    rows = max(len(ordered), len(queries))
+    ordered, queries = (numbers.expand(rows, -1).contiguous() for numbers in (ordered, queries))
     return torch.searchsorted(ordered, queries, right=True) - torch.searchsorted(ordered, queries) <= limit
 
 

@@ -116,6 +116,8 @@ def test_documents_may_be_numbered_in_any_order(padded: bool) -> None:
     assert isinstance(within, torch.Tensor)
     assert within[0].tolist() == [False] * 200 + [True] * 70
     assert within[1, 100:200].tolist() == [padded] * 100
+    alike = structure.with_changes(k_segments=numbers[:1])
+    assert torch.equal(execute.rows_within(alike, 95, torch.device("cpu")), within)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -85,6 +85,20 @@ def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
         assert not torch.allclose(found[:, :, :GROUP].double(), exact[:, :, :GROUP], atol=1e-6)
 
 
+@pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
+def test_documents_may_be_said_once_for_all_rows(choice: Choice) -> None:
+    """Documents of two tokens are steps, beside which longer ones are prefills; one row is padded as well."""
+    padding = torch.ones(2, N, dtype=torch.bool)
+    padding[1, :77] = False
+    once = (torch.arange(N)[None] > 139).long() + (torch.arange(N)[None] > N - 3)
+    query, key, value = _qkv(2)
+    alike, by_row = (
+        _run(_bound_layer(choice), query, key, value, key_padding=padding, q_segments=numbers, k_segments=numbers)
+        for numbers in (once, once.expand(2, -1))
+    )
+    assert torch.equal(alike, by_row)
+
+
 @pytest.mark.parametrize("extra", ["softcap", "sink_logits"])
 @pytest.mark.parametrize("choice", CHOICES[:2], ids=lambda choice: choice.label)
 def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
