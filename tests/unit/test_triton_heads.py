@@ -98,7 +98,7 @@ def test_a_long_request_beside_short_ones(windows: tuple[int, int], monkeypatch:
     seen: list[tuple[tuple[int, ...], int]] = []
 
     def launched(grid: tuple[int, ...], arguments: tuple[Any, ...], *rest: Any) -> None:
-        seen.append((grid, arguments[27]))
+        seen.append((grid, arguments[28]))
         run(grid, arguments, *rest)
 
     monkeypatch.setattr(step, "decode", launched)

@@ -11,6 +11,7 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.pages import Pages
 from adaattn_hf.backends.triton import TritonBackend, step
+from adaattn_hf.backends.triton.launch import device_facts
 
 from ..support.head_rules import rules
 from .test_triton import EXTRAS, interpreted
@@ -96,13 +97,34 @@ def test_other_mathematics(extra: str, kv_heads: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("processors", [2, 16])
 @pytest.mark.parametrize(("until", "window"), [(None, None), (64, None), (600, None), (None, 300)])
-def test_heads_have_windows_up_to_a_position(until: int | None, window: int | None) -> None:
-    """Long sequences beside short ones; a layer may have a window of its own."""
+def test_heads_have_windows_up_to_a_position(
+    until: int | None, window: int | None, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long sequences beside short ones; a layer may have a window of its own; with few shares and with many."""
+    facts = device_facts(torch.device("cpu"))._replace(processors=processors)
+    monkeypatch.setattr(step, "device_facts", lambda device: facts)
     asked = replace(rules((0, 9), (0, 2)), until=until)
     call = paged((1400, 3, 0, 700, 64), 128, per_head=asked, window=window)
     right = truth(call)
     torch.testing.assert_close(attend(call).double(), right, atol=4e-6, rtol=0)
+
+
+@interpreted
+@pytest.mark.parametrize("windows", [(0, 9), (9, 9)])
+def test_what_windows_leave_is_shared_out(windows: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that read all have more shares beside windows; where windows end all have as many as without any."""
+    seen: list[Any] = []
+    monkeypatch.setattr(step, "decode", lambda grid, arguments, *_: seen.append((grid[1], *arguments[26:28])))
+    facts = device_facts(torch.device("cpu"))._replace(processors=6)
+    monkeypatch.setattr(step, "device_facts", lambda device: facts)
+    for asked in (None, replace(rules(windows, (0, 0)), until=5000)):
+        attend(paged((4000, 4000), 128, per_head=asked))
+    (programs, exact, whole), (planned, most, ended) = seen
+    assert (programs, exact, whole) == (2 * 3, 3, 3), "12 programs for 2 sequences of 2 heads"
+    assert (planned, ended) == (2 * most, exact)
+    assert most == (5 if 0 in windows else exact)
 
 
 @interpreted

@@ -108,7 +108,7 @@ def test_no_more_shares_than_run_at_once(windows: HeadWindows | None, sequences:
     """Unless each head of each sequence takes one already; one more share of the longest heads would be too many."""
     from adaattn_hf.backends.triton.step import split
 
-    most, span = split(windows, 8, ((128, sequences),), 396, 256, False)
+    most, span = split(windows, 8, ((128, sequences),), 396, 256)
     counts = [32768] * 8 if windows is None else [32768, 1040] * 4
     shares = [-(-count // span) for count in counts]
     assert max(shares) == most
@@ -125,7 +125,7 @@ def test_requests_of_any_lengths_fill_the_device(windows: HeadWindows | None, le
     from adaattn_hf.backends.triton.step import split
 
     spans = tuple((length, lengths.count(length)) for length in sorted(set(lengths)))
-    most, span = split(windows, 8, spans, 264, 256, False)
+    most, span = split(windows, 8, spans, 264, 256)
     heads = (1 << 30,) * 8 if windows is None else (1 << 30, 1040) * 4
     reads = [min(head, 256 * length) for length in lengths for head in heads]
     assert most == -(-max(reads) // span)

@@ -104,11 +104,11 @@ def _each(x, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 # lengths grow by one in every step: they must not be compiled in
 @Launcher
-@triton.jit(do_not_specialize=["kv_len", "offset", "max_shares", "span", "window", "sinks", "until"])
+@triton.jit(do_not_specialize=["kv_len", "offset", "max_shares", "whole_shares", "span", "window", "sinks", "until"])
 def decode_codes(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, rules_ptr,
     q_b, q_h, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-    kv_len, offset, kv_heads, max_shares, span, window, sinks, until, scale, softcap,
+    kv_len, offset, kv_heads, max_shares, whole_shares, span, window, sinks, until, scale, softcap,
     k_scale_ptr, v_scale_ptr, mean_ptr, first_ptr, ks_b, ks_h, ks_n, vs_b, vs_h, vs_n,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -131,9 +131,9 @@ def decode_codes(  # type: ignore[no-untyped-def]
     KEYS_OF_WARP: tl.constexpr = BLOCK_N // WARPS
     FIELDS: tl.constexpr = 16 // BITS
     WORDS: tl.constexpr = DIM_V // FIELDS
-    kv_head, share, shares, row, first, sink_keys, window_start, start, end = reading(
-        rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, max_shares, span, window, sinks, until, BLOCK_N,
-        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL, 0,
+    kv_head, share, shares, row, first, sink_keys, window_start, _, _, start, end = reading(
+        rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, max_shares, whole_shares, span, window, sinks,
+        until, BLOCK_N, CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL, 0, False,
     )  # fmt: skip
     i = tl.arange(0, WARPS)[:, None] * KEYS_OF_WARP + tl.arange(0, KEYS_OF_WARP)[None, :]
     c = tl.arange(0, PAD_V // FIELDS)

@@ -35,28 +35,27 @@ def _held(borders_ptr, sequence):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def reading(  # type: ignore[no-untyped-def]
-    rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, max_shares, span, window, sinks, until,
+    rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, max_shares, whole_shares, span, window, sinks, until,
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, TABLE: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, HAS_REAL: tl.constexpr, PAGE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, HAS_REAL: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, start and end.
+    """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, both again, start, end.
 
-    Programs are (sequence, share and head), with `max_shares` of each head. With PER_HEAD `rules` `[kv_heads, 2]` says each
-    head's window and sinks. There, and of sequences of a table without padding, a head has as many shares as hold `span`
-    keys each, no more than `max_shares`: the programs of the rest have nothing to do. A sequence is a row of `(batch row, first
+    Programs are (sequence, share and head), with `max_shares` of each head, or `whole_shares` from position `until` on,
+    where no window holds. `window` and `sinks` are those of the head that reads most; with PER_HEAD `rules` `[kv_heads, 2]`
+    says each head's own. There, and of sequences of a table without padding, a head has as many shares as hold `span`
+    keys each, and no more: the programs of the rest have nothing to do. A sequence is a row of `(batch row, first
     key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with FIND from the first one that
-    `real` `[batch, kv_len]` holds to be real. With PAGE `offset_ptr` holds running sums of the sequences' lengths, each query
-    stands at its last key, and `span` is the least of a share, of which a long sequence has more.
-    From position `until` on no window holds. HAS_OFFSET reads the offset from the device. Keys are counted through from
+    `real` `[batch, kv_len]` holds to be real. Where the host knows no lengths `span` is the least of a share, of which a
+    long sequence has more. With PAGE `offset_ptr` holds running sums of the sequences' lengths, and each query stands at
+    its last key. HAS_OFFSET reads the offset from the device. Keys are counted through from
     the sinks to the window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else
-    `u - sinks` of the window.
+    `u - sinks` of the window. With TILES that number and the window's start are rounded to whole tiles, and not when they
+    are returned again: keys between those are read in vain.
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
     share = tl.program_id(1) // kv_heads
-    if PER_HEAD:
-        window = tl.load(rules_ptr + 2 * kv_head)
-        sinks = tl.load(rules_ptr + 2 * kv_head + 1)
     row = sequence.to(tl.int64)
     k_start, k_len, at = 0, kv_len, offset
     if HAS_OFFSET:
@@ -64,7 +63,6 @@ def reading(  # type: ignore[no-untyped-def]
     if PAGE:
         k_len = _held(offset_ptr, sequence)
         at = k_len - 1
-        span = tl.maximum(span, tl.cdiv(k_len, max_shares))
     if TABLE:
         row = tl.load(rows_ptr + 4 * row).to(tl.int64)
         k_start = tl.load(rows_ptr + 4 * sequence + 1).to(tl.int32)
@@ -79,19 +77,35 @@ def reading(  # type: ignore[no-untyped-def]
     if CAUSAL:
         stop = tl.minimum(k_len, at + 1)
     window_start, sink_keys = 0, 0
+    limit, most = max_shares, stop
     if WINDOW:
-        window = tl.where(at < until, window, 1 << 30)
+        holds = at < until
+        limit = tl.where(holds, max_shares, whole_shares)
+        most = tl.where(holds, tl.minimum(stop, tl.minimum(window, stop) + tl.minimum(sinks, stop)), stop)
+        if PER_HEAD:
+            window = tl.load(rules_ptr + 2 * kv_head)
+            sinks = tl.load(rules_ptr + 2 * kv_head + 1)
+        window = tl.where(holds, window, 1 << 30)
         window_start = tl.maximum(0, at - window + 1)
         sink_keys = tl.maximum(tl.minimum(tl.minimum(sinks, window_start), stop), 0)
         if not CAUSAL:
             stop = tl.minimum(k_len, tl.maximum(at + window, sinks))
-    count = sink_keys + tl.maximum(stop - window_start, 0)
-    shares = max_shares
+    skipped, before = window_start, sink_keys
+    if TILES:
+        skipped = window_start // BLOCK * BLOCK
+        before = tl.cdiv(sink_keys, BLOCK) * BLOCK
+    count = before + tl.maximum(stop - skipped, 0)
+    shares = limit
+    if PAGE or (PER_HEAD and not TABLE):
+        span = tl.maximum(span, tl.cdiv(most, limit))
     if PER_HEAD or PAGE or (TABLE and not HAS_REAL):
-        shares = tl.minimum(max_shares, tl.maximum(tl.cdiv(count, span), 1))
+        shares = tl.minimum(limit, tl.maximum(tl.cdiv(count, span), 1))
     span = tl.cdiv(tl.cdiv(count, shares), BLOCK) * BLOCK
     first = row * 0 + k_start
-    return kv_head, share, shares, row, first, sink_keys, window_start, share * span, tl.minimum(count, (share + 1) * span)  # fmt: skip
+    return (
+        kv_head, share, shares, row, first, before, skipped, sink_keys, window_start, share * span,
+        tl.minimum(count, (share + 1) * span),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -260,11 +274,13 @@ def combine(  # type: ignore[no-untyped-def]
 
 # lengths grow by one in every step: they must not be compiled in
 @Launcher
-@triton.jit(do_not_specialize=["kv_len", "offset", "max_shares", "span", "window", "sinks", "until", "pages"])
+@triton.jit(
+    do_not_specialize=["kv_len", "offset", "max_shares", "whole_shares", "span", "window", "sinks", "until", "pages"]
+)
 def decode(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sink_ptr, part_ptr, done_ptr, rows_ptr, offset_ptr, real_ptr, rules_ptr,
     q_b, q_h, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-    kv_len, offset, kv_heads, max_shares, span, window, sinks, until, scale, softcap,
+    kv_len, offset, kv_heads, max_shares, whole_shares, span, window, sinks, until, scale, softcap,
     own_k_ptr, own_v_ptr, own_k_b, own_k_h, own_k_d, own_v_b, own_v_h, own_v_d, pages,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAD: tl.constexpr,
     PAD_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, HAS_CAP: tl.constexpr,
@@ -279,9 +295,9 @@ def decode(  # type: ignore[no-untyped-def]
     many, whose numbers are the sequence's row of `rows` `[sequences, pages]`; ONE_PAGE: each tile lies in one. The program
     that reads a head's last key and value writes them there first, from `own_k` and `own_v` `[sequences, kv_heads, channels]`.
     """
-    kv_head, share, shares, row, first, sink_keys, window_start, start, end = reading(
-        rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, max_shares, span, window, sinks, until, BLOCK_N,
-        CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL, PAGE,
+    kv_head, share, shares, row, first, before, skipped, sink_keys, window_start, start, end = reading(
+        rules_ptr, rows_ptr, offset_ptr, real_ptr, kv_len, offset, kv_heads, max_shares, whole_shares, span, window, sinks,
+        until, BLOCK_N, CAUSAL, WINDOW, PER_HEAD, TABLE, HAS_OFFSET, FIND, HAS_REAL, PAGE, ONE_PAGE,
     )  # fmt: skip
     g = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
@@ -296,7 +312,7 @@ def decode(  # type: ignore[no-untyped-def]
     table_ptr = rows_ptr + row * pages
     if PAGE:
         last = _held(offset_ptr, row) - 1
-        writes_own = (start < end) & (end == sink_keys - window_start + last + 1)
+        writes_own = (start < end) & (end == before - skipped + last + 1)
         place = tl.load(table_ptr + tl.maximum(last, 0) // PAGE).to(tl.int64) * PAGE + last % PAGE
         k_there, v_there = d < tl.where(writes_own, DIM, 0), dv < tl.where(writes_own, DIM_V, 0)
         own_k = tl.load(own_k_ptr + row * own_k_b + kv_head * own_k_h + d * own_k_d, mask=k_there, other=0.0)
@@ -310,14 +326,18 @@ def decode(  # type: ignore[no-untyped-def]
     for tile_start in range(start, end, BLOCK_N):
         u = tile_start + tl.arange(0, BLOCK_N)
         valid = u < end
-        j = u
-        if WINDOW:
-            j = tl.where(u < sink_keys, u, u - sink_keys + window_start)
+        j, first_key = u, tile_start
+        if WINDOW and ONE_PAGE:  # a tile is one of sinks or one of the window
+            first_key = tl.where(tile_start < before, tile_start, tile_start - before + skipped)
+            j = first_key + tl.arange(0, BLOCK_N)
+            valid = valid & tl.where(tile_start < before, j < sink_keys, j >= window_start)
+        elif WINDOW:
+            j = tl.where(u < before, u, u - before + skipped)
         if HAS_REAL:
             valid = valid & (tl.load(real_ptr + row * kv_len + first + j, mask=valid, other=0) != 0)
         j = j.to(tl.int64)
         if PAGE and ONE_PAGE:
-            j += (tl.load(table_ptr + tile_start // PAGE).to(tl.int64) - tile_start // PAGE) * PAGE
+            j += (tl.load(table_ptr + first_key // PAGE).to(tl.int64) - first_key // PAGE) * PAGE
         elif PAGE:
             j = tl.load(table_ptr + j // PAGE, mask=valid, other=0).to(tl.int64) * PAGE + j % PAGE
         k_tile = tl.load(k_base + j[None, :] * k_n, mask=valid[None, :] & (d < DIM)[:, None], other=0.0)

@@ -103,7 +103,10 @@ def attend_step(
     spans: Spans = ((-(-(kv_len if pages is None else pages.longest) // least), sequences),)
     if rows is not None and real is None and pages is None:
         spans = structure.cached(_spans_of_runs, least)
-    shares, span = split(windows, kv_heads, spans, waves * processors, least, until is not None)
+    programs = waves * processors
+    shares, span = split(windows, kv_heads, spans, programs, least)
+    whole_shares = shares if until is None else split(None, kv_heads, spans, programs, least)[0]
+    shares = max(shares, whole_shares)
     last = not graph  # a graph would set the counters to zero by a launch that can as well merge heads side by side
     room = sequences * heads * shares * (value_dim + 2) if shares > 1 else 0, sequences * kv_heads * last, device
     captured = capturing(device)
@@ -112,7 +115,7 @@ def attend_step(
 
     per_head = windows is not None and len(set(windows)) > 1
     rules = window_table(windows, device) if per_head and windows is not None else None
-    window, sinks = windows[0] if windows else (ALL, 0)
+    window, sinks = max(windows, key=sum) if windows else (ALL, 0)
     moving = offset if isinstance(offset, Tensor) else None if pages is None else pages.borders
     strides = query.stride(), key.stride(), value.stride()
     # what the kernel does not read by its constants is filled by tensors of the same kind
@@ -121,7 +124,8 @@ def attend_step(
         done if rows is None else rows, done if moving is None else moving,
         done if real is None else real, done if rules is None else rules,
         strides[0][0], strides[0][1], strides[0][3], *strides[1], *strides[2],
-        kv_len, offset if moving is None else 0, kv_heads, shares, least if pages else span, window, sinks,
+        kv_len, offset if moving is None else 0, kv_heads, shares, whole_shares,
+        least if pages or (per_head and rows is None) else span, window, sinks,
         ALL if until is None else until, scale_of(call.scaling, softcap), float(softcap or 0.0),
     )  # fmt: skip
     constants = {
@@ -147,7 +151,7 @@ def attend_step(
             own_k, own_v = call.new_tokens
             steps = *(own_k.stride(n) for n in (0, 1, 3)), *(own_v.stride(n) for n in (0, 1, 3))
             more = own_k, own_v, *steps, pages.table.stride(0)
-            one_page = windows is None and not pages.page % constants["BLOCK_N"]
+            one_page = not pages.page % constants["BLOCK_N"]
             # every second stage is for the pages of a tile's keys
             constants |= {"PAGE": pages.page, "ONE_PAGE": one_page, "num_stages": 2 * constants["num_stages"] - 1}
             if kind is not None:
@@ -185,19 +189,15 @@ def _spans_of_runs(structure: MaskStructure, least: int) -> Spans:
 
 
 @functools.lru_cache(1024)
-def split(
-    windows: HeadWindows | None, kv_heads: int, spans: Spans, programs: int, least: int, whole: bool
-) -> tuple[int, int]:
+def split(windows: HeadWindows | None, kv_heads: int, spans: Spans, programs: int, least: int) -> tuple[int, int]:
     """Into how many shares the head that reads most splits its keys, and how many keys a share has.
 
     The same for `least` lengths in a row, the fewest keys worth a program, so that steps of a generation round alike,
-    and are worked out once. `programs` run at once; there are no more shares unless each head has one. With `whole`
-    every head may have to read all keys, where windows end.
+    and are worked out once. `programs` run at once; there are no more shares unless each head has one.
     """
-    heads = ((ALL, 0),) * kv_heads if windows is None or whole else windows
     reads: Counter[int] = Counter()
     for length, sequences in spans:
-        for window, sinks in heads:
+        for window, sinks in ((ALL, 0),) * kv_heads if windows is None else windows:
             reads[max(1, min(window + sinks, length * least))] += sequences
     longest = max(reads)
     total = sum(keys * times for keys, times in reads.items())
