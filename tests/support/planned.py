@@ -15,6 +15,7 @@ from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.choices import Choice, Part, Precision, Rank, Window
+from adaattn_hf.plans.choices.part import is_decode
 from adaattn_hf.plans.plan import LayerPlan
 from adaattn_hf.plans.tensors import LayerTensors
 
@@ -80,10 +81,15 @@ def rounding(call: AttentionCall, out: Tensor, dtype: torch.dtype) -> float:
 def definition(bound_layer: BoundLayer, call: AttentionCall) -> tuple[Tensor, float]:
     """What the plan computes by its choices' own definitions, in double precision, and how far rounding may lead."""
     parts, limits = [], []
+    few = is_decode(call.structure)
     for head, choice in enumerate(bound_layer.plan.choices):
         changed = choice.defined(some_heads(call, [head]), [head], bound_layer.tensors)
         parts.append(reference.attention(changed).out)
         limits.append(bound(changed, parts[-1]))
+        if isinstance(few, Tensor):  # sequences of few rows beside longer ones, in the model's precision
+            unrounded = Choice.of(*(part for part in choice.parts if not isinstance(part, Precision)))
+            of_few = reference.attention(unrounded.defined(some_heads(call, [head]), [head], bound_layer.tensors)).out
+            parts[-1] = torch.where(few[:, :, None, None], of_few, parts[-1])
         if precision_of(choice) == "bf16":
             limits[-1] = max(limits[-1], rounding(changed, parts[-1], torch.bfloat16))
     within = execute.rows_within(call.structure, bound_layer.max_length, call.query.device)
