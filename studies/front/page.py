@@ -107,7 +107,8 @@ def checked(cells: Cells) -> Cells:
                 raise UsageError(f"{name}: got no processor time of {arm!r}; measure it again")
         if not any("wall" in arms[arm] for arm in ours):
             raise UsageError(f"{name}: got no arm of adaattn that ran")
-        places.add(str([made[key] for key in ("device", "cpu", "threads", "driver", "versions")]))
+        others = {package: at for package, at in made["versions"].items() if package != "adaattn-hf"}  # the commit says
+        places.add(str([*(made[key] for key in ("device", "cpu", "threads", "driver")), others]))
     if len(places) > 1:
         raise UsageError(f"got cells of {len(places)} machines or versions in one report: {', '.join(places)}")
     return cells
