@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import BertConfig, BertModel, XLMRobertaConfig, XLMRobertaForSequenceClassification, XLMRobertaModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 import adaattn_hf
 from adaattn_hf.errors import UsageError
@@ -89,7 +91,16 @@ def test_texts_without_padding_are_those_of_the_padded_batch(monkeypatch: pytest
 def test_an_engine_reads_prompts_once_and_an_arm_serves_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "WINDOW", 16)
     read: list[int] = []
-    job = served.requests(CPU, None, 2, 80)
+    # asynchronous batching, which needs CUDA, forgets pages of a prompt that takes more than one step
+    mark = next(name for name in dir(PagedAttentionCache) if name.startswith("mark_") and "complete" in name)
+    keep = getattr(PagedAttentionCache, mark)
+
+    def forget(cache: Any, state: Any, blocks: Any) -> None:
+        if state.status != RequestStatus.PREFILLING:
+            keep(cache, state, blocks)
+
+    monkeypatch.setattr(PagedAttentionCache, mark, forget)
+    job = served.requests(CPU, None, 4, 80)
     assert list(job.arms)[-1] == served.PLAN
     assert "16 keys and 4 sinks" in job.conditions["plan"]
     engine = job.arms[served.PLAN].call  # type: ignore[union-attr]
@@ -97,10 +108,10 @@ def test_an_engine_reads_prompts_once_and_an_arm_serves_by_the_plan(monkeypatch:
     engine.model.model.embed_tokens.register_forward_pre_hook(lambda _, ids: read.append(ids[0].numel()))  # type: ignore[attr-defined]
     try:
         assert engine() > 0
-        assert sum(read) >= 160
+        assert 4 * 80 <= sum(read) < 2 * 4 * 80
         read.clear()
         assert engine() > 0
-        assert sum(read) <= 2 * (80 - 64 + served.NEW), "two pages of each prompt are kept"
+        assert sum(read) <= 4 * (80 - 64 + served.NEW), "two pages of each prompt are kept"
     finally:
         job.after()
 
