@@ -48,6 +48,19 @@ EVALUATIONS: dict[str, list[object]] = {
 }
 
 
+def prices() -> dict[str, Any]:
+    """A table of fixed prices in seconds: of a window by the share of keys that it keeps, and lower in a format."""
+    table: dict[str, Any] = {"prefill": {}, "decode": {}}
+    for length in (64, 128, 160, 320):
+        row = {"exact": 10.0, "r16": 9.5, "bf16": 8.0, "int8": 7.0}
+        for window in (32, 64, 128):
+            for form, share in (("", 1.0), (" bf16", 0.8), (" int8", 0.7)):
+                row[f"w{window}+16{form}"] = min((2 + 8 * min(window / length, 1.0)) * share, 9.5)
+        for phase, queries in (("prefill", length), ("decode", 1)):
+            table[phase][length] = {name: [1e-5, round(price * queries * 1e-6, 10)] for name, price in row.items()}
+    return {"machine": "a table of fixed prices", "launch_of": {}, "prices": table}
+
+
 def machine() -> dict[str, str]:
     capability = torch.backends.cpu.get_cpu_capability()
     return {"processor": cpu_name(), "instructions": f"{level_here()}, {capability}", "torch": torch.__version__}
@@ -59,6 +72,16 @@ def lasting(value: Any) -> Any:
         kept = {name: one for name, one in value.items() if name not in LEFT_OUT}
         return {name: lasting(one) for name, one in kept.items() if not (name == "plan" and isinstance(one, str))}
     return [lasting(one) for one in value] if isinstance(value, list) else value
+
+
+def written(value: Any) -> str:
+    """As JSON, of which what fits in a line has one."""
+    line = json.dumps(value, sort_keys=True)
+    if len(line) <= 200 or not isinstance(value, dict | list):
+        return line
+    if isinstance(value, dict):
+        return "{\n" + ",\n".join(f"{json.dumps(name)}: {written(value[name])}" for name in sorted(value)) + "\n}"
+    return "[\n" + ",\n".join(map(written, value)) + "\n]"
 
 
 def differing(there: Any, here: Any, exact: bool, place: str = "") -> list[str]:
@@ -92,13 +115,14 @@ def measured(name: str, directory: Path, kept: Path | None = None) -> dict[str, 
     words = [item["text"] for item in lastword_items()[:6]]
     (directory / "words.txt").write_text("\n".join(words), encoding="utf-8")
     model, plan = demo_model_path(name), kept or directory / "plan"
+    (directory / "prices.json").write_text(json.dumps(prices()), encoding="utf-8")
     news = directory / "news.jsonl"
 
     def said(*line: object, code: tuple[int, ...] = (0,)) -> Any:
         return lasting(json.loads(adaattn(*line, "--quiet", "--json", "--threads", 1, code=code).stdout))
 
     own: list[object] = ["--data", directory / "own.jsonl", "--verify-data", news, "--output-dir", plan]
-    own += ["--prices", HERE / "prices.json", *SIZE.split(), *CALIBRATIONS[name]]
+    own += ["--prices", directory / "prices.json", *SIZE.split(), *CALIBRATIONS[name]]
     found = {} if kept else {"calibrate": said("calibrate", model, *own)}
     found["verify"] = said("verify", model, "--plan", plan, "--data", news, "--held-out", 8, code=(0, 1))
     how: list[object] = [*EVALUATIONS[name], "--plan", plan, "--output-dir"]
@@ -115,13 +139,17 @@ def test_the_packaged_models_give_the_numbers_that_are_kept(
 ) -> None:
     path, kept, writes = HERE / f"{name}.json", HERE / name, request.config.getoption("--write-snapshots")
     there = json.loads(path.read_text(encoding="utf-8"))
+    there["calibrate"]["plan"] = lasting(json.loads((kept / "adaattn_plan.json").read_text(encoding="utf-8")))
     same = there.pop("machine") == machine()
     found = measured(name, tmp_path, None if same or writes else kept)
     if writes:
-        snapshot(path, json.dumps({"machine": machine(), **found}, sort_keys=True, indent=0) + "\n")
-        for file in (tmp_path / "plan").glob("adaattn_plan.[js]*"):
-            kept.mkdir(exist_ok=True)
+        kept.mkdir(exist_ok=True)
+        for file in (tmp_path / "plan").glob("adaattn_plan.safetensors"):
             shutil.copy(file, kept)
+        plan = json.loads((tmp_path / "plan" / "adaattn_plan.json").read_text(encoding="utf-8"))
+        snapshot(kept / "adaattn_plan.json", written(plan) + "\n")
+        reports = {**found, "calibrate": {**found["calibrate"], "plan": None}}  # that one
+        snapshot(path, written({"machine": machine(), **reports}) + "\n")
     for command, report in found.items():
         assert differing(there[command], json.loads(json.dumps(report)), same, command) == []
 

@@ -225,9 +225,5 @@ def test_a_model_that_generates_nothing_is_refused(text: list[Path]) -> None:
             calibrate(lettered_llama(), encode, text, settings, scoring=MaskedTokens(1))
     with pytest.raises(ValueError, match="aim is 'space'"):
         replace(MEMORY, aim="space")
-    with pytest.raises(ValueError, match=r"kv_bytes is 0\.4, expected none beside the aim 'step'"):
-        replace(MEMORY, aim="step", kv_bytes=0.4)
-    with pytest.raises(ValueError, match="families is rank,bf16, expected window among them"):
-        replace(MEMORY, families=("rank", "bf16"))
     with pytest.raises(ValueError, match=r"kv_bytes is 1\.4"):
         replace(MEMORY, kv_bytes=1.4)

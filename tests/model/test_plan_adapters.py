@@ -110,11 +110,15 @@ def test_the_base_is_saved_with_its_plan_after_an_adapter_was_trained(checkpoint
     assert adaattn_hf.plan_of(loaded) == plan
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["trained here", "loaded"])
-def test_a_merged_model_is_refused_here_and_where_it_is_loaded(trained: bool, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["q_proj", "gate_proj"])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained here", "loaded, without a pass between"])
+def test_a_merged_model_is_refused_here_and_where_it_is_loaded(
+    trained: bool, target: str, checkpoint: Path, tmp_path: Path
+) -> None:
     base = plain(checkpoint)
     give(base, make_choice("window", window=WINDOW))
-    wrapped = lora(base, init_lora_weights=trained)
+    logits(base)
+    wrapped = lora(base, target, init_lora_weights=trained)
     merged = (stepped(wrapped) if trained else wrapped).merge_and_unload()
     with pytest.raises(PlanError, match=OTHER):
         logits(merged)

@@ -9,8 +9,7 @@ import torch
 
 import adaattn_hf
 from adaattn_hf.patches.plans.attach import load_plan
-from adaattn_hf.patches.plans.hashes import model_hash
-from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, Verified
+from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.store import remember_tensors
 
 from ..support.choices import make_choice
@@ -97,21 +96,6 @@ def test_a_model_without_a_plan_has_none_to_load() -> None:
 
 
 # ---------------------------------------------------------------------- what a plan is bound to
-def test_a_plan_that_was_not_proven_runs_only_where_somebody_says_so() -> None:
-    _, ours, proven = planned_pair()
-    plan = replace(proven, verified=None)
-    ours.config.adaattn = {"plan": plan.to_dict()}
-    with pytest.raises(PlanError, match=r"never verified on held-out text.*unverified=True"):
-        adaattn_hf.load_plan(ours)
-    assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours, unverified=True)) == plan
-    assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours)) == plan  # the same one, which it allowed
-    assert torch.isfinite(ours(input_ids=tokens()).logits).all()
-    failed = Verified(False, 1.0, 2.0, 0.95, 1, 9, 99, 1.0, 1.0, 0.5, None, None, 1.0, 1.0, 1.0, "failed")
-    ours.config.adaattn = {"plan": replace(plan, verified=failed).to_dict()}
-    with pytest.raises(PlanError, match="failed on held-out text"):
-        adaattn_hf.load_plan(ours)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["step", "load", "assign", "cast", "wrap"])
 def test_changes_of_weights_after_the_first_call_are_noticed(change: str) -> None:
@@ -130,22 +114,6 @@ def test_changes_of_weights_after_the_first_call_are_noticed(change: str) -> Non
         attention.q_proj = torch.nn.Sequential(attention.q_proj)
     with pytest.raises(PlanError, match=r"not those that the plan|calibrated in float32"):
         ours(input_ids=tokens())
-
-
-@torch.no_grad()
-def test_a_plan_is_bound_to_all_weights_of_its_model(tmp_path: Path) -> None:
-    _, ours, plan = planned_pair()
-    bound = replace(plan, weight_hash=model_hash(ours))
-    ours.config.adaattn = {"plan": bound.to_dict()}
-    assert adaattn_hf.plan_of(adaattn_hf.load_plan(ours)) == bound
-    ours.save_pretrained(tmp_path)
-    again = adaattn_hf.load_plan(type(ours).from_pretrained(tmp_path, attn_implementation="adaattn").eval())
-    assert torch.equal(again(input_ids=tokens()).logits, ours(input_ids=tokens()).logits)
-    ours.model.layers[0].mlp.up_proj.weight.add_(0.1)
-    ours.save_pretrained(tmp_path)
-    merged = type(ours).from_pretrained(tmp_path, attn_implementation="adaattn").eval()
-    with pytest.raises(PlanError, match="weights of the model are not those"):
-        adaattn_hf.load_plan(merged)
 
 
 def test_layers_and_tensors_that_do_not_fit_are_refused_by_name() -> None:

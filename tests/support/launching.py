@@ -12,7 +12,7 @@ def launched(words: list[str], place: Path) -> subprocess.Popen[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launch = f"-m accelerate.commands.accelerate_cli launch --cpu --num_processes 2 --main_process_port {port}"
+    launch = f"-m accelerate.commands.launch --cpu --num_processes 2 --main_process_port {port}"
     return subprocess.Popen(
         [sys.executable, "-P", *launch.split(), "-m", "adaattn_hf", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=place, text=True,
