@@ -25,17 +25,42 @@ from .sanitize import compile_fuzzers
 NATIVE = Path(build.__file__).parent
 
 
-def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/nonexistent/c++")
-    (tmp_path / build.NAME).write_bytes(b"stale")
+@pytest.mark.parametrize("named", ["/nonexistent/c++", "'unfinished"])
+def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.setenv("CXX", named)
     report = build.build(tmp_path)
     assert report["built"] is False
     assert "no C++ compiler" in str(report["reason"])
     assert json.loads((tmp_path / build.REPORT).read_text()) == report
-    assert not (tmp_path / build.NAME).exists()
     reason = library.load(tmp_path)
     assert isinstance(reason, str)
     assert "no C++ compiler" in reason
+
+
+FULL = """#!/bin/sh
+case "$*" in *-mamx-tile*-DADA_NS*) echo "error writing: No space left on device" >&2; exit 1 ;; esac
+for last; do :; done; [ "$last" = --version ] || echo > "$last"
+"""
+
+
+@pytest.mark.parametrize("named", ["/nonexistent/c++", "false", FULL, "#!/nonexistent\n", "in a file"])
+def test_a_build_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """Neither the library of an earlier build, nor an instruction set for which there was no room."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    old, script = tmp_path / build.NAME, tmp_path / "c++"
+    old.write_bytes(b"old")
+    script.write_text(named if named.startswith("#!") else FULL)
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script) if named.startswith("#!") else named)
+    report = build.build(old / "below" if named == "in a file" else tmp_path)
+    assert (report["built"], report["levels"]) == (False, [])
+    assert old.read_bytes() == b"old"
+    if named == "in a file":
+        assert "Not a directory" in str(report["reason"])
+        assert "python -m adaattn_hf.backends.native" in str(report["reason"])
+    else:
+        assert "the library of an earlier build stays" in str(report["reason"])
+    assert {one.name for one in tmp_path.iterdir()} <= {build.NAME, build.REPORT, "c++"}
 
 
 def test_a_platform_without_a_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
