@@ -177,7 +177,8 @@ def test_a_signal_in_a_finalizer_counts(kind: signal.Signals, how: str, monkeypa
 
     def collect() -> None:
         held = Finalized()
-        _watch = {"ref": weakref.ref, "finalize": weakref.finalize}.get(how, lambda *_: None)(held, finalizer)
+        watches: dict[str, Any] = {"ref": weakref.ref, "finalize": weakref.finalize}
+        _watch = watches.get(how, lambda *_: None)(held, finalizer)
         del held
         time.sleep(60)
 
