@@ -44,7 +44,12 @@ class BuildPy(build_py):
 
     def run(self) -> None:
         super().run()
-        build_native(Path(__file__).parent / PLACE if self.editable_mode else Path(self.build_lib) / PLACE)
+        if self.editable_mode:
+            build_native(Path(__file__).parent / PLACE)
+            return
+        place = Path(self.build_lib) / PLACE
+        (place / native["NAME"]).unlink(missing_ok=True)  # of an earlier build, from other sources
+        build_native(place)
 
 
 class Wheel(bdist_wheel):

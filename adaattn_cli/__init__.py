@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from types import FrameType
+from typing import Any
 
 
 def main() -> None:
@@ -16,6 +17,7 @@ def main() -> None:
         if sys.argv[1:2] != ["run"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, interrupt)
+            sys.unraisablehook = unraisable
         from .app import run
 
         run()
@@ -26,10 +28,22 @@ def main() -> None:
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt, from a finalizer as soon as it is over: there Python would print it and go on."""
     while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            # to the main thread itself, which may sleep or wait for a process by then; Windows has no such call
-            send = getattr(signal, "pthread_kill", lambda _, again: signal.raise_signal(again))
-            threading.Timer(0.01, send, (threading.main_thread().ident, number)).start()
+        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") == "weakref":
+            _again(number)
             return
         frame = frame.f_back
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(number)
+
+
+def unraisable(what: Any) -> None:
+    """Sends again a signal that came in a function called where nothing can be raised, such as a weak reference's."""
+    if isinstance(what.exc_value, KeyboardInterrupt):
+        _again(*what.exc_value.args or (signal.SIGINT,))
+    else:
+        sys.__unraisablehook__(what)
+
+
+def _again(number: int) -> None:
+    # to the main thread itself, which may sleep or wait for a process by then; Windows has no such call
+    send = getattr(signal, "pthread_kill", lambda _, again: signal.raise_signal(again))
+    threading.Timer(0.01, send, (threading.main_thread().ident, number)).start()

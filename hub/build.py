@@ -176,7 +176,7 @@ def build(name: str, out: Path, *, library: Path | None = None, portable: bool =
                 shutil.copyfile(library, made)
             else:
                 report = native["build"](directory / NATIVE)
-                (directory / NATIVE / native["REPORT"]).unlink()
+                (directory / NATIVE / native["REPORT"]).unlink(missing_ok=True)
                 if not report["built"]:
                     raise BuildError(f"native library: {report['reason']}")
             if portable and (too_new := newer_symbols(made.read_bytes())):

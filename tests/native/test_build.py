@@ -25,17 +25,40 @@ from .sanitize import compile_fuzzers
 NATIVE = Path(build.__file__).parent
 
 
-def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/nonexistent/c++")
-    (tmp_path / build.NAME).write_bytes(b"stale")
+@pytest.mark.parametrize("named", ["/nonexistent/c++", "'unfinished"])
+def test_without_a_compiler_the_build_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.setenv("CXX", named)
     report = build.build(tmp_path)
     assert report["built"] is False
     assert "no C++ compiler" in str(report["reason"])
     assert json.loads((tmp_path / build.REPORT).read_text()) == report
-    assert not (tmp_path / build.NAME).exists()
     reason = library.load(tmp_path)
     assert isinstance(reason, str)
     assert "no C++ compiler" in reason
+
+
+FULL = """#!/bin/sh
+case "$*" in *-mamx-tile*-DADA_NS*) echo "error writing: No space left on device" >&2; exit 1 ;; esac
+for last; do :; done; [ "$last" = --version ] || echo > "$last"
+"""
+
+
+@pytest.mark.parametrize("named", ["/nonexistent/c++", "false", FULL, "#!/nonexistent\n"])
+def test_a_build_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """Neither the library of an earlier build, nor an instruction set for which there was no room."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    old, script = tmp_path / build.NAME, tmp_path / "c++"
+    old.write_bytes(b"old")
+    script.write_text(named)
+    script.chmod(0o700)
+    monkeypatch.setenv("CXX", str(script) if named.startswith("#!") else named)
+    report = build.build(tmp_path)
+    assert (report["built"], report["levels"], old.read_bytes()) == (False, [], b"old")
+    assert "the library of an earlier build stays" in str(report["reason"])
+    assert ("the compiler failed" in str(report["reason"])) == (named in ("false", FULL))
+    assert {one.name for one in tmp_path.iterdir()} <= {build.NAME, build.REPORT, "c++"}
+    reason = str(build.build(old / "below")["reason"])
+    assert re.search("Not a directory.* run `python -m adaattn_hf.backends.native`", reason)
 
 
 def test_a_platform_without_a_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,13 +71,6 @@ def test_a_platform_without_a_build_is_named(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("machine", "names"), [("arm64", ["portable", "neon"]), ("riscv64", ["portable"])])
 def test_other_processors_have_levels_of_their_own(machine: str, names: list[str]) -> None:
     assert list(build.levels(machine)) == names
-
-
-def test_a_compiler_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "false")
-    report = build.build(tmp_path)
-    assert report["built"] is False
-    assert "the compiler failed" in str(report["reason"])
 
 
 def test_a_file_that_is_no_library_is_a_reason(tmp_path: Path) -> None:

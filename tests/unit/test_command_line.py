@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -158,25 +159,35 @@ def test_ctrl_c_before_there_is_a_command_leaves_no_traceback(
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_a_finalizer_is_no_less_one(kind: signal.Signals) -> None:
-    """As where garbage is collected, which Python code sees nowhere else."""
-    over = []
+@pytest.mark.parametrize("how", ["__del__", "finalize", "ref"])
+def test_a_signal_in_a_finalizer_counts(kind: signal.Signals, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where garbage is collected, which Python code sees nowhere else; only a reference's is cut off."""
+    monkeypatch.setattr(sys, "unraisablehook", adaattn_cli.unraisable)
+    times: list[float] = []
+
+    def finalizer(_: Any = None) -> None:
+        times.append(time.monotonic())
+        signal.raise_signal(kind)
+        times.append(time.monotonic())
 
     class Finalized:
         def __del__(self) -> None:
-            signal.raise_signal(kind)
-            over.append(time.monotonic())
+            if how == "__del__":
+                finalizer()
 
     def collect() -> None:
-        Finalized()
+        held = Finalized()
+        watches: dict[str, Any] = {"ref": weakref.ref, "finalize": weakref.finalize}
+        _watch = watches.get(how, lambda *_: None)(held, finalizer)
+        del held
         time.sleep(60)
 
     before = signal.signal(signal.SIGINT, adaattn_cli.interrupt)
     with pytest.raises(typer.Exit) as end, ending(kept=lambda: "nothing"):
         collect()
     signal.signal(signal.SIGINT, before)
-    assert (end.value.exit_code, len(over)) == (130, 1)
-    assert time.monotonic() - over[0] < 30, "no sleep is waited for"
+    assert (end.value.exit_code, len(times)) == (130, 1 if how == "ref" else 2)
+    assert time.monotonic() - times[0] < 30, "no sleep is waited for"
 
 
 def test_a_bar_of_another_library_is_drawn_in_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Compiles the native library with whatever C++ compiler there is; never raises for want of one.
+"""Compiles the native library with whatever C++ compiler there is; never raises for want of one, or of room.
 
 Uses the standard library alone, so that the package's build can load this file before anything is installed. To build
 (again) in an installed package: `python -m adaattn_hf.backends.native`.
@@ -6,6 +6,7 @@ Uses the standard library alone, so that the package's build can load this file 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -20,6 +21,8 @@ from pathlib import Path
 
 NAME = "libadaattn.so"
 REPORT = "build_report.json"
+AGAIN = "run `python -m adaattn_hf.backends.native`"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SOURCES = Path(__file__).parent / "src"
 # no -march=native (wheels travel) and no -ffast-math (infinities and NaN have a meaning here)
 FLAGS = [
@@ -44,71 +47,69 @@ def levels(machine: str) -> dict[str, list[str]]:
 
 def compiler() -> list[str] | None:
     """The command of the C++ compiler: `$CXX` if set, else the first of c++, g++, clang++ that exists."""
-    named = os.environ.get("CXX", "")
-    if named:
-        command = shlex.split(named)
-        return command if shutil.which(command[0]) else None
-    return next(([name] for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation that does not end
+        return None
+    commands = [named] if named else [["c++"], ["g++"], ["clang++"]]
+    return next((command for command in commands if shutil.which(command[0])), None)
 
 
 def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
-    """Compiles the library into `target`; reports `built`, `reason` (why not), `compiler` and the `levels` it has."""
-    target.mkdir(parents=True, exist_ok=True)
+    """Compiles the library or leaves the one in `target`; reports `built`, `reason` (why not), `compiler`, `levels`."""
     report: dict[str, object] = {"built": False, "reason": "", "compiler": "", "levels": []}
-    if sys.platform not in ("linux", "darwin"):
-        report["reason"] = f"no build for the platform {sys.platform!r}; Linux and macOS have one"
-    elif (command := compiler()) is None:  # a system that has no build is not asked for one
-        named = os.environ.get("CXX")
-        where = f"CXX={named!r} names none" if named else "none of c++, g++ and clang++ was found"
-        report["reason"] = f"no C++ compiler ({where}); install one and run `python -m adaattn_hf.backends.native`"
-    else:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
-        report["compiler"] = done.stdout.splitlines()[0] if done.stdout else " ".join(command)
-        _compile(command, target, list(extra), report)
-    if not report["built"]:
-        (target / NAME).unlink(missing_ok=True)
-    fresh = target / f"{REPORT}.{os.getpid()}"
-    fresh.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, target / REPORT)
+    stays = "; the library of an earlier build stays" if os.path.isfile(target / NAME) else ""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".build.", dir=target) as scratch:
+            if reason := _compile(Path(scratch), extra, report):
+                report["reason"] = reason + stays
+            Path(scratch, REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            for name in (REPORT,) if reason else (NAME, REPORT):
+                os.replace(Path(scratch, name), target / name)
+    except OSError as error:
+        needs = f"expected a compiler that starts, and room in a directory that can be written, {target}"
+        report |= {"built": False, "levels": [], "reason": f"got {error}, {needs}; see to that and {AGAIN}{stays}"}
     return report
 
 
-def _compile(command: list[str], target: Path, extra: list[str], report: dict[str, object]) -> None:
-    """Every level as an object of its own; a level that this compiler does not know is left out."""
-    base = [*command, *FLAGS, *extra]
-    if "clang" not in str(report["compiler"]):
-        base += GCC_FLAGS
+def _compile(scratch: Path, extra: Sequence[str], report: dict[str, object]) -> str:
+    """Every level as an object of its own, but those that this compiler does not know; says why there is no library."""
+    if sys.platform not in ("linux", "darwin"):
+        return f"no build for the platform {sys.platform!r}; Linux and macOS have one"
+    if (command := compiler()) is None:  # a system that has no build is not asked for one
+        named = os.environ.get("CXX")
+        where = f"CXX={named!r} names none" if named else "none of c++, g++ and clang++ was found"
+        return f"no C++ compiler ({where}); install one and {AGAIN}"
+
+    def run(*arguments: str) -> tuple[str, str]:
+        english = {**os.environ, "LC_ALL": "C", "TMPDIR": str(scratch)}
+        done = subprocess.run(  # noqa: S603
+            [*command, *arguments], capture_output=True, text=True, errors="replace", check=False, env=english
+        )
+        return done.stdout, "" if done.returncode == 0 else (done.stderr or f"exit status {done.returncode}")
+
+    report["compiler"] = (run("--version")[0].splitlines() or [" ".join(command)])[0]
+    base = [*FLAGS, *([] if "clang" in str(report["compiler"]) else GCC_FLAGS), *extra]
     kernels, dispatch = str(SOURCES / "kernels.cpp"), str(SOURCES / "dispatch.cpp")
     targets = levels(platform.machine().lower())
+    objects = {name: str(scratch / f"{name}.o") for name in (*targets, "dispatch")}
 
-    def run(arguments: list[str]) -> str:
-        done = subprocess.run([*base, *arguments], capture_output=True, text=True, check=False)  # noqa: S603
-        return "" if done.returncode == 0 else (done.stderr or f"exit status {done.returncode}")
+    def compile_level(name: str) -> str:
+        names = [f"-DADA_NS=ada_{name}", f"-DADA_TABLE=ada_kernels_{name}", "-c", kernels]
+        return run(*base, *(["-c", dispatch] if name == "dispatch" else targets[name] + names), "-o", objects[name])[1]
 
-    with tempfile.TemporaryDirectory() as scratch:
-        objects = {name: str(Path(scratch) / f"{name}.o") for name in (*targets, "dispatch")}
-
-        def compile_level(name: str) -> str:
-            names = [f"-DADA_NS=ada_{name}", f"-DADA_TABLE=ada_kernels_{name}", "-c", kernels]
-            return run([*(["-c", dispatch] if name == "dispatch" else targets[name] + names), "-o", objects[name]])
-
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            errors = dict(zip(objects, pool.map(compile_level, objects), strict=True))
-        for name in ("dispatch", "portable"):
-            if errors[name]:
-                report["reason"] = f"the compiler failed on {name}: {errors[name][-600:]}"
-                return
-        for name in targets:
-            if errors[name]:
-                run([f"-DADA_TABLE=ada_kernels_{name}", "-DADA_ABSENT", "-c", kernels, "-o", objects[name]])
-        fresh = target / f"{NAME}.{os.getpid()}"
-        failed = run(["-shared", "-pthread", *objects.values(), "-o", str(fresh)])
-        if failed:
-            fresh.unlink(missing_ok=True)
-            report["reason"] = f"the linker failed: {failed[-600:]}"
-            return
-        os.replace(fresh, target / NAME)
-        report["built"], report["levels"] = True, [name for name in targets if not errors[name]]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        errors = dict(zip(objects, pool.map(compile_level, objects), strict=True))
+    for name, error in errors.items():  # a level is left out for what the compiler is, not for the room there is
+        if error and (name in ("dispatch", "portable") or any(os.strerror(one) in error for one in NO_ROOM)):
+            return f"the compiler failed on {name}: {error[-600:]}"
+    for name in (one for one in targets if errors[one]):
+        run(*base, f"-DADA_TABLE=ada_kernels_{name}", "-DADA_ABSENT", "-c", kernels, "-o", objects[name])
+    if failed := run(*base, "-shared", "-pthread", *objects.values(), "-o", str(scratch / NAME))[1]:
+        return f"the linker failed: {failed[-600:]}"
+    report |= {"built": True, "levels": [name for name in targets if not errors[name]]}
+    return ""
 
 
 def main() -> int:
