@@ -9,7 +9,7 @@ from pathlib import Path
 
 from adaattn_hf.calibration.inputs import LEAST_HELD_OUT
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.state import Known, kept_in
+from adaattn_hf.calibration.state import CalibrationState, kept_in
 from adaattn_hf.eval.demo import demo_model_path, pages_path
 from adaattn_hf.eval.objectives import NEXT_TOKEN, MaskedTokens, Objective
 from adaattn_hf.eval.progress import duration
@@ -47,7 +47,7 @@ class Job:
     prices: PriceTable | None
     options: Options
     budgets: Mapping[Path, float] = field(default_factory=dict)
-    known: Known | None = None
+    known: CalibrationState | None = None
     began: float = field(default_factory=time.monotonic)
 
 
@@ -66,7 +66,7 @@ def job_of(options: Options, target: Path, places: Sequence[Path]) -> Job:
         )
     refuse_unknown(options.families)
     settings = options.fill(CalibrationSettings, budget=budgets[0])
-    risks = None if options.risks is None else Known.read(options.risks)
+    risks = None if options.risks is None else CalibrationState.read(options.risks)
     if risks is not None:
         lengths = {"lengths": options.lengths} if options.lengths else {}
         settings = replace(settings, **{**risks.settings, **lengths})

@@ -14,7 +14,7 @@ from adaattn_hf.plans.store import PLAN_FILE, text_file
 from adaattn_hf.plans.wording import at_most, rise, share, times
 from adaattn_hf.policy.table import SolverTable
 
-from .ending import ending
+from .ending import ending, writable
 from .options import PLAN_DIRECTORY, Done, Options
 from .pictures.grid import print_plan
 from .pictures.headline import REPORT_FILE, Bought, bought
@@ -71,14 +71,6 @@ def _opened(path: Path | None) -> tuple[Path, Plan, Bought]:
 
 
 def _draw(target: Path, drawn: str) -> None:
-    if not target.parent.is_dir():
-        raise UsageError(
-            f"--html: the directory {target.parent} does not exist; make it, or give a file in one that does"
-        )
-    try:
-        write_atomically(target, drawn)
-    except OSError as error:
-        raise UsageError(
-            f"--html: {target} cannot be written ({error.strerror}); give a file in a directory that can"
-        ) from error
+    writable(target.parent, "html")
+    write_atomically(target, drawn)
     tell(Console(stderr=True), f"written: {target}")

@@ -81,14 +81,14 @@ _BETWEEN = {"adaattn_hf", "contextlib", "importlib", "torch", "transformers"}
 """Packages that lie between a user's line and what we warn of."""
 
 
-def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
+def warn(sentence: str) -> None:
     """Warns at the line of the user's that led here, through whatever libraries."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame = frame.f_back
     names = frame.f_globals
     seen = names.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(sentence, category, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), seen)
+    warnings.warn_explicit(sentence, UserWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), seen)
 
 
 def from_environment(variable: str, known: Iterable[str], default: str) -> str:

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from adaattn_hf.attention.tracing import tracing
 
-from .cache.caches import GrowingCache, check_stored, convert_layers, holds_tokens, stored_as
+from .cache.caches import check_stored, convert_layers, holds_tokens, stored_as
 from .models.cache_keyword import arguments_of, cache_in, cache_keyword
 from .models.support import Holder, Model, model_in, refuse_no_model, towers_of
 from .unpad.check import unpadding_of
@@ -50,12 +50,8 @@ def _give_cache(
             or not vars(GenerationMixin)["_supports_default_dynamic_cache"].__func__(type(module))
         ):
             return None
-        config = module.config.get_text_config(decoder=True)
-        plain = stored == "model" and not streaming
-        new = (
-            GrowingCache(config=config) if plain else convert_layers(DynamicCache(config=config), stored, None, planned)
-        )
-        return (), {**arguments, str(cache_keyword(signature)): new}
+        empty = DynamicCache(config=module.config.get_text_config(decoder=True))
+        return (), {**arguments, str(cache_keyword(signature)): convert_layers(empty, stored, None, planned)}
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if type(cache) is DynamicCache and not holds_tokens(cache):

@@ -98,7 +98,7 @@ def returned(losses: Losses, budget: float, stops: bool = True) -> int:
     scoring = SimpleNamespace(causal=True, generates=False)
     samples = {SETTINGS.lengths[0]: {"held_out": ()}}
     inputs = SimpleNamespace(
-        settings=SETTINGS, pace=None, run=Run(), scoring=scoring, samples=samples, other_source=False,
+        settings=SETTINGS, run=Run(), scoring=scoring, samples=samples, other_source=False,
         refuse_late=lambda: None, score=lambda tap, *_: (tap, ()),
     )  # fmt: skip
     measurement: Any = SimpleNamespace(inputs=inputs, layers=SimpleNamespace(units=()))

@@ -205,12 +205,12 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("branches on a choice's kind outside plans/choices/", len(branches_on_a_kind(root)), 0),
         Limit("median lines of a module", statistics.median(lines.values()), 120),
         Limit("lines of the longest module", max(lines.values()), 400),
-        Limit("lines of Python in the wheel", sum(lines.values()), 29_500),
+        Limit("lines of Python in the wheel", sum(lines.values()), 29_100),
         Limit("lines of studies", lines_under(root, "studies"), 5_000),
         Limit("lines of tests", lines_under(root, "tests"), 39_090),
-        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 30),
-        Limit("imports inside functions", sum(len(late_imports(tree)) for tree in parsed.values()), 57),
-        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 19),
+        Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 28),
+        Limit("imports inside functions", sum(len(late_imports(tree)) for tree in parsed.values()), 44),
+        Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 18),
     ]
 
 

@@ -146,6 +146,21 @@ def through_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).to(tensor.dtype)
 
 
+def through_precision(
+    precision: str, query: Tensor, key: Tensor, value: Tensor, mean: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns queries, keys and values after rounding to one of `HEAD_PRECISIONS` and back, keys less their `mean`.
+
+    The mean is added back: softcapped scores and learned sinks would feel a shift of all scores.
+    """
+    if precision == "bf16":
+        query, key, value = (through_dtype(tensor, torch.bfloat16) for tensor in (query, key, value))
+    elif precision == "int8":
+        smooth = through_int8(key) if mean is None else through_int8(key - mean) + mean
+        query, key, value = through_int8(query), smooth, through_int8(value)
+    return query, key, value
+
+
 def reference_call(call: AttentionCall) -> AttentionCall:
     """The call without rules per head whose exact attention is the same: the definition of `HeadRules`.
 
@@ -161,16 +176,10 @@ def reference_call(call: AttentionCall) -> AttentionCall:
         device = call.query.device
         beyond = structure.visible(device=device) & (structure.positions(device)[:, None, :, None] >= rules.until)
     for head, (window, sinks) in enumerate(rules.windows_in(structure)):
-        precision = rules.precisions[head]
         queries = slice(head * groups, (head + 1) * groups)
-        query, key, value = call.query[:, queries], call.key[:, head : head + 1], call.value[:, head : head + 1]
-        if precision == "bf16":
-            query, key, value = (through_dtype(t, torch.bfloat16) for t in (query, key, value))
-        elif precision == "int8":
-            # the mean is added back: softcapped scores and learned sinks would feel a shift of all scores
-            mean = 0.0 if rules.key_mean is None else rules.key_mean[head].to(key)
-            query, key, value = through_int8(query), through_int8(key - mean) + mean, through_int8(value)
-        tensors.append((query, key, value))
+        parts = call.query[:, queries], call.key[:, head : head + 1], call.value[:, head : head + 1]
+        mean = None if rules.key_mean is None else rules.key_mean[head].to(call.key)
+        tensors.append(through_precision(rules.precisions[head], *parts, mean))
         if any(rules.windows):
             mask = structure.with_changes(window=window, sinks=sinks).visible(device=call.query.device)
             mask = mask if beyond is None else mask | beyond

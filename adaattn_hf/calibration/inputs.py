@@ -29,9 +29,9 @@ from adaattn_hf.patches.plans.subject import longest_input, refuse_other_attenti
 
 from ..attention.listeners import Tap
 from ..stats.paired import TokenScores, joined
-from ..stats.stopwatch import Elapsed, timed
+from ..stats.stopwatch import in_turn
 from .settings import CalibrationSettings
-from .state import CalibrationState, Known
+from .state import CalibrationState
 
 FORETOLD = 256
 """Sequences of no more tokens soon tell by themselves how long a calibration takes."""
@@ -60,7 +60,7 @@ class Run:
 
     directory: Path | None = None  # where the state is saved after every sequence, until `state.forget`
     resume: bool = False  # go on from the state saved there
-    known: Known | None = None  # risks of an earlier run on the same weights and text, in place of measuring them
+    known: CalibrationState | None = None  # risks of an earlier run on the same weights and text, not measured again
     progress: Progress = silent
     say: Callable[[str], None] = silent  # a sentence that a user should know
     expect: Callable[[Mapping[str, float]], None] = silent  # the seconds that stages take, before they begin
@@ -80,7 +80,6 @@ class Inputs:
     run: Run = field(default_factory=Run)
     other_source: bool = False  # whether the held-out text comes from another source
     team: team.Team = field(default_factory=team.present)
-    pace: Pace | None = None  # None where nobody asked
     # by sequence and seed, what exact attention makes of its windows: all plans that are compared on it share that
     states: dict[tuple[TokenSequence, int | None], list[Tensor]] = field(default_factory=dict)
     # by the tokens of a haystack, which of its needles exact attention finds
@@ -294,28 +293,22 @@ def stages(pace: Pace, s: CalibrationSettings, size: int) -> dict[str, float]:
 
 
 def seconds_at(
-    lengths: Sequence[int], device: torch.device, step: Callable[[int], Callable[[], object]]
-) -> dict[int, float]:
-    """Returns the seconds of a step by length; `step` prepares it for so many tokens. Two short sequences are timed.
+    lengths: Sequence[int], device: torch.device, steps: Callable[[int], Mapping[str, Callable[[], object]]]
+) -> dict[str, dict[int, float]]:
+    """Returns the seconds of each step by length; `steps` prepares them for so many tokens.
 
-    What else runs on a CPU stretches both, in parts that change: the work is told by the processor's time, and the
-    clock by how much it stretched all of that, but for the first run, which may wait for weights.
+    Those of two short sequences take turns, twice: the first run compiles, finds memory, or waits for weights.
     """
-    on_cpu, runs = device.type == "cpu", list[Elapsed]()
-
-    def seconds(tokens: int, times: int = 2) -> float:  # the first one compiles, or finds memory
-        call = step(tokens)
-        runs.extend(last := [timed(call, device)[1] for _ in range(times)])
-        return min(one.process if on_cpu else one.wall for one in last)
-
     fewer = max(SHORTEST, lengths[-1] // PARTS)
     more = min(2 * fewer, lengths[-1])
-    short, long = seconds(fewer), seconds(more, 1 if on_cpu else 2)
-    if on_cpu:
-        stretched = sum(one.wall for one in runs[1:]) / max(sum(one.process for one in runs[1:]), 1e-9)
-        short, long = short * stretched, long * stretched
-    square = (long / more - short / fewer) / (more - fewer)
-    if square > 0.0:  # tokens, and their pairs
-        return {length: length * (short / fewer + square * (length - fewer)) for length in lengths}
-    slope = max(long - short, 0.0) / (more - fewer)
-    return {length: max(long + slope * (length - more), 0.0) for length in lengths}
+    calls = {(name, tokens): call for tokens in (fewer, more) for name, call in steps(tokens).items()}
+    least = {key: min(one.wall for one in runs) for key, runs in in_turn(calls, device, 2).items()}
+    found: dict[str, dict[int, float]] = {}
+    for name in dict.fromkeys(name for name, _ in calls):
+        short, long = least[name, fewer], least[name, more]
+        square = (long / more - short / fewer) / (more - fewer)
+        slope = max(long - short, 0.0) / (more - fewer)
+        by_pairs = {length: length * (short / fewer + square * (length - fewer)) for length in lengths}
+        by_tokens = {length: long + slope * (length - more) for length in lengths}
+        found[name] = by_pairs if square > 0.0 else by_tokens
+    return found

@@ -41,27 +41,21 @@ def pace_of(inputs: Inputs) -> Pace:
     arms, lengths = inputs.arms, inputs.settings.lengths
     sample = inputs.samples[lengths[-1]]
 
-    def brief(tokens: int) -> Inputs:
+    def steps(tokens: int) -> dict[str, Callable[[], object]]:
         short = cut({"risk": sample["risk"][:1]}, inputs.scoring.content(tokens))
         # as large a part of the rows as of the tokens: their work then grows by pairs, as that of attention does
         fewer = replace(inputs.settings, rows=max(inputs.settings.rows * tokens // lengths[-1], 1))
-        return replace(inputs, settings=fewer, samples={tokens: short}, run=Run())
+        brief = replace(inputs, settings=fewer, samples={tokens: short}, run=Run())
+        layers, windows = observe_layers(brief), inputs.windows(short["risk"][0])
+        return {
+            "pair": lambda: [compare(arms, one, exact_tap) for one in windows],
+            "risk": partial(_risks_of_sequence, brief, layers, tokens, 0),
+            "prices": partial(_prices, brief, layers),
+        }
 
-    def pair(tokens: int) -> Callable[[], object]:
-        windows = inputs.windows(brief(tokens).samples[tokens]["risk"][0])
-        return lambda: [compare(arms, one, exact_tap) for one in windows]
-
-    def risk(tokens: int) -> Callable[[], object]:
-        short = brief(tokens)
-        return partial(_risks_of_sequence, short, observe_layers(short), tokens, 0)
-
-    def prices(tokens: int) -> Callable[[], object]:
-        short = brief(tokens)
-        return partial(_prices, short, observe_layers(short))
-
-    pairs, risks, priced = (seconds_at(lengths, arms.device, step) for step in (pair, risk, prices))
+    pace = seconds_at(lengths, arms.device, steps)
     passes = 1 + inputs.scoring.generates  # one for the needles
-    return {"pair": pairs, "risk": {length: seconds / passes for length, seconds in risks.items()}, "prices": priced}
+    return {**pace, "risk": {length: seconds / passes for length, seconds in pace["risk"].items()}}
 
 
 def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
@@ -69,10 +63,8 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
     run, settings = inputs.run, inputs.settings
     if run.expect is not silent and settings.lengths[-1] > FORETOLD:
         run.progress("estimate", 0, 1)
-        pace = pace_of(inputs)
-        inputs = replace(inputs, pace=pace)
+        seconds = stages(pace_of(inputs), settings, inputs.team.size)
         run.progress("estimate", 1, 1)
-        seconds = stages(pace, settings, inputs.team.size)
         run.expect(seconds if run.known is None else {**seconds, "risk": 0.0})
     try:
         return _measurement(inputs, prices)

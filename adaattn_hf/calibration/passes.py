@@ -83,8 +83,7 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
 
     def faster(length: int, tokens: Tensor, past: Any = None) -> Benefit:
         rows, step = len(tokens), past is not None
-        seconds = inputs.pace["pair"][length] * rows if inputs.pace and not step else 0.0
-        inputs.refuse_late(together=False, seconds=seconds)
+        inputs.refuse_late(together=False)
         calls = {name: partial(passed, tap, tokens, past) for name, tap in taps.items()}
         cuda = tokens.is_cuda
         first = [one for (one,) in in_turn(calls, tokens.device, 1).values()]

@@ -16,8 +16,9 @@ import torch
 
 from adaattn_hf.eval.arms import stored_tap
 from adaattn_hf.eval.needles import compared
+from adaattn_hf.patches.cache.formats import FORMATS
 
-from ..attention.stored import CHANNELS, FORMATS
+from ..attention.stored import CHANNELS
 from ..policy.knapsack import Allocation, Array
 from .layers import Measurement, Picks, bound_layers, steps_stay_exact
 
@@ -102,11 +103,11 @@ def storages(measurement: Measurement, picks: Picks) -> dict[str, Storage]:
     whole, kept = tokens[:, 0].sum(), tokens[np.arange(len(picks)), picks].sum()
     call = measurement.layers.calls[None][max(measurement.inputs.settings.lengths)]
     dim, dim_v = call.key.shape[3], call.value.shape[3]
-    bytes_of = {"model": (dim + dim_v) * call.key.element_size(), "int8": dim + dim_v + 2, "k8v4": dim + dim_v // 2 + 2}
-    formats = [name for name in ("model", *FORMATS) if name != "k8v4" or dim_v % CHANNELS == 0]
+    bytes_of = {name: one.token_bytes(dim, dim_v, call.key.dtype) for name, one in FORMATS.items()}
     return {
-        name: Storage(name, bool(kept < whole), float(kept / whole) * bytes_of[name] / bytes_of["model"])
-        for name in formats
+        name: Storage(name, bool(kept < whole), float(kept / whole) * size / bytes_of["model"])
+        for name, size in bytes_of.items()
+        if name != "k8v4" or dim_v % CHANNELS == 0
     }
 
 

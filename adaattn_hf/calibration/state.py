@@ -51,66 +51,16 @@ _SAME = {
 """What risks must have in common with a run that takes them, and what is said where they have not."""
 
 
-@dataclass(frozen=True, eq=False)
-class Known:
-    """Risks that an earlier run measured: their file, what they belong to, the numbers, and how they were measured."""
-
-    path: Path
-    identity: Mapping[str, Any]
-    state: CalibrationState
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, place: Path) -> Known:
-        """Reads the risks kept with a plan, which is given by its directory or its file; a ValueError if it cannot."""
-        path = (place if place.is_dir() else place.parent) / RISKS_FILE
-        if not path.is_file():
-            raise ValueError(
-                f"from: {path} does not exist, expected the directory of a plan with its measured risks, "
-                "as adaattn calibrate writes them; leave --from out to measure them"
-            )
-        try:
-            arrays = _arrays(path)
-            identity = parse_json(str(arrays["identity"]))
-            lengths, choices = tuple(identity["lengths"]), len(identity["choices"])
-            state = CalibrationState(identity, lengths, len(arrays[f"total.{lengths[0]}"]), choices)
-            state.fill(arrays)
-            settings = {name: int(identity[name]) for name in ("seed", "sequences", "rows", "labels")}
-            if set(state.done.values()) != {settings["sequences"]}:
-                raise ValueError(f"{state.done} of {settings['sequences']} sequences")
-            return cls(path, identity, state, settings)
-        except _BROKEN as error:
-            raise ValueError(
-                f"from: {path} holds no risks as this version writes them ({error}); leave --from out to measure them"
-            ) from error
-
-    def choices(self, offered: Candidates, identity: Mapping[str, Any]) -> Candidates:
-        """Returns the candidates whose risks are known, at least one that is not exact.
-
-        Risks of other weights, lengths or text, or of another dtype, are refused.
-        """
-        for name, (wrong, expected) in _SAME.items():
-            theirs, ours = self.identity.get(name), json.loads(json.dumps(identity[name]))
-            if theirs != ours:
-                instead = expected.format(ours, theirs)
-                raise ValueError(
-                    f"from: {self.path} holds risks {wrong.format(theirs)}, expected {instead}, or leave --from out"
-                )
-        measured = offered.among(self.identity["choices"])
-        if len(measured.choices) == 1:
-            labels = ", ".join(choice.label for choice in offered.choices[1:])
-            raise ValueError(
-                f"from: {self.path} holds risks of {', '.join(self.identity['choices'][1:])}, expected some of "
-                f"{labels}; ask for those --families, or leave --from out"
-            )
-        return measured
-
-
 class CalibrationState:
-    """Risks and dropped masses by length: `identity` is of what they were measured of and how."""
+    """Risks and dropped masses by length: `identity` is of what they were measured of and how, as JSON data.
 
-    def __init__(self, identity: Mapping[str, Any], lengths: tuple[int, ...], units: int, choices: int) -> None:
-        self.identity = json.dumps(identity, sort_keys=True)
+    Those of an earlier run on the same weights and text (`read`) have the `path` of their file.
+    """
+
+    path: Path | None = None
+
+    def __init__(self, identity: Mapping[str, Any], lengths: Sequence[int], units: int, choices: int) -> None:
+        self.identity: dict[str, Any] = json.loads(json.dumps(identity))
         # `[units, choices]`, summed over labels and sampled rows, of 1/2 (g . do)^2, see `fisher`; and how many rows
         self.total = {length: np.zeros((units, choices)) for length in lengths}
         self.rows = dict.fromkeys(lengths, 0)
@@ -124,7 +74,7 @@ class CalibrationState:
     def save(self, directory: Path, file: str = FILE) -> None:
         """Writes the state to a directory."""
         arrays: dict[str, Any] = {
-            "identity": np.array(self.identity),
+            "identity": np.array(json.dumps(self.identity, sort_keys=True)),
             "run": np.array(json.dumps([self.prices, self.finished])),
         }
         for length in self.total:
@@ -167,7 +117,7 @@ class CalibrationState:
             return False
         try:
             arrays = _arrays(path)
-            if str(arrays["identity"]) == self.identity:
+            if parse_json(str(arrays["identity"])) == self.identity:
                 self.fill(arrays)
                 return True
         except _BROKEN as error:
@@ -179,12 +129,62 @@ class CalibrationState:
             "another --output-dir"
         )
 
-    def take(self, known: Known, choices: Sequence[str]) -> None:
+    @classmethod
+    def read(cls, place: Path) -> CalibrationState:
+        """Reads the risks kept with a plan, which is given by its directory or its file; a ValueError if it cannot."""
+        path = (place if place.is_dir() else place.parent) / RISKS_FILE
+        if not path.is_file():
+            raise ValueError(
+                f"from: {path} does not exist, expected the directory of a plan with its measured risks, "
+                "as adaattn calibrate writes them; leave --from out to measure them"
+            )
+        try:
+            arrays = _arrays(path)
+            identity = parse_json(str(arrays["identity"]))
+            lengths = identity["lengths"]
+            state = cls(identity, lengths, len(arrays[f"total.{lengths[0]}"]), len(identity["choices"]))
+            state.path = path
+            state.fill(arrays)
+            if set(state.done.values()) != {state.settings["sequences"]}:
+                raise ValueError(f"{state.done} of {state.settings['sequences']} sequences")
+            return state
+        except _BROKEN as error:
+            raise ValueError(
+                f"from: {path} holds no risks as this version writes them ({error}); leave --from out to measure them"
+            ) from error
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """How the risks were measured: settings that do not have to be given again."""
+        return {name: int(self.identity[name]) for name in ("seed", "sequences", "rows", "labels")}
+
+    def choices(self, offered: Candidates, identity: Mapping[str, Any]) -> Candidates:
+        """Returns the candidates whose risks are known, at least one that is not exact.
+
+        Risks of other weights, lengths or text, or of another dtype, are refused.
+        """
+        for name, (wrong, expected) in _SAME.items():
+            theirs, ours = self.identity.get(name), json.loads(json.dumps(identity[name]))
+            if theirs != ours:
+                instead = expected.format(ours, theirs)
+                raise ValueError(
+                    f"from: {self.path} holds risks {wrong.format(theirs)}, expected {instead}, or leave --from out"
+                )
+        measured = offered.among(self.identity["choices"])
+        if len(measured.choices) == 1:
+            labels = ", ".join(choice.label for choice in offered.choices[1:])
+            raise ValueError(
+                f"from: {self.path} holds risks of {', '.join(self.identity['choices'][1:])}, expected some of "
+                f"{labels}; ask for those --families, or leave --from out"
+            )
+        return measured
+
+    def take(self, known: CalibrationState, choices: Sequence[str]) -> None:
         """Takes the risks of an earlier run, of choices that it measured."""
         places = [known.identity["choices"].index(label) for label in choices]
         for length in self.total:
-            self.add(length, known.state.rows[length], *(part[:, places] for part in known.state.parts(length)))
-            self.done[length] = known.state.done[length]
+            self.add(length, known.rows[length], *(part[:, places] for part in known.parts(length)))
+            self.done[length] = known.done[length]
 
 
 def kept_in(directory: Path) -> Path | None:

@@ -46,6 +46,11 @@ class Format:
         }
         return Store(rooms, room)
 
+    def token_bytes(self, head_dim: int, head_dim_v: int, model: torch.dtype) -> int:
+        """Bytes of a token of one key/value head, of a model in that dtype."""
+        sizes = widths(head_dim, head_dim_v)
+        return sum((dtype or model).itemsize * sizes.get(extent, 1) for dtype, extent in self.parts.values())
+
     def restored(self, held: Mapping[str, Tensor], room: Room) -> Store:
         """A store that holds what `Store.held` gave."""
         store = Store({name: held[name][:, :, :0] for name in self.parts}, room)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 
-from .formats import FORMATS, widths
+from .formats import FORMATS
 
 if TYPE_CHECKING:
     from .streaming import Spans
@@ -66,12 +66,8 @@ def memory_of(cache: Cache, stored: str, spans: Mapping[int, Spans] | None = Non
         if getattr(layer, "keys", None) is None:
             continue
         heads, head_dim = layer.keys.shape[1], layer.keys.shape[3]
-        sizes = widths(head_dim, layer.values.shape[3])
-        # of a token and head: as it is stored, and as numbers
-        stored_bytes, model_bytes = (
-            sum((dtype or layer.keys.dtype).itemsize * sizes.get(extent, 1) for dtype, extent in parts.values())
-            for parts in (fmt.parts, FORMATS["model"].parts)
-        )
+        of_token = head_dim, layer.values.shape[3], layer.keys.dtype
+        stored_bytes, model_bytes = fmt.token_bytes(*of_token), FORMATS["model"].token_bytes(*of_token)
         window = getattr(layer, "sliding_window", None)
         spans_of_layer = (spans or {}).get(index) if window is None else None
         if spans_of_layer is None:

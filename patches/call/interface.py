@@ -97,10 +97,10 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
             key, value = carriers[0].codes, carriers[1].codes
             if prompt is not None and not compiling:
                 prompt.reread(query, key)  # its cache rounds the keys again, for these queries
-        said_scaling: Any = scaling  # None where it is left to whoever reads the call
         call = AttentionCall(
-            query, key, value, UNREAD, said_scaling, dropout, softcap, sinks if s_aux is None else s_aux, position_bias,
-            stored=stored,
+            query, key, value, UNREAD,
+            scaling,  # type: ignore[arg-type]  # None where it is left to whoever reads the call
+            dropout, softcap, sinks if s_aux is None else s_aux, position_bias, stored=stored,
         )  # fmt: skip
         if (
             not (compiling or watched or dropout)

@@ -142,9 +142,8 @@ def refuse_other_weights(plan: Plan, trunk: nn.Module, modules: Mapping[int, nn.
     if model_hash(trunk) == plan.weight_hash:
         return
     changed = next((layer.layer for layer in planned if weight_hash(modules[layer.layer]) != layer.weights), None)
-    whose, why = (f"layer {changed}", "another model")
-    if changed is None:
-        whose, why = "the model", "layers moved, another checkpoint"
+    moved = "the model", "layers moved, another checkpoint"
+    whose, why = moved if changed is None else (f"layer {changed}", "another model")
     raise PlanError(
         f"the weights of {whose} are not those that the plan was calibrated on (fine-tuned, merged, {why}); calibrate "
         "again, or remove it with adaattn_hf.remove_plan(model)"

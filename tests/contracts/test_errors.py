@@ -34,7 +34,7 @@ from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import load as load_library
 from adaattn_hf.backends.select import by_name
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.calibration.state import Known
+from adaattn_hf.calibration.state import CalibrationState
 from adaattn_hf.eval.objectives import MaskedTokens
 from adaattn_hf.eval.provenance import commit
 from adaattn_hf.eval.texts import text_of
@@ -202,7 +202,7 @@ CASES: dict[str, tuple[Case, ...]] = {
          "adaattn | 'bugdet' | expected one of | Did you mean 'budget'?"),
         ("write only the name of a preset into the settings", lambda: run_with(preset="fast"),
          "adaattn.preset | got 'fast' with a budget of 0 | expected the settings | configure(model, 'fast')"),
-        ("name a preset that does not exist", lambda: run_with(preset="fasd"),
+        ("name a preset that does not exist", lambda: adaattn_hf.load_preset("fasd"),
          "preset | got 'fasd' | expected one of | Did you mean 'fast'?"),
         ("load a configuration with unverified: true", lambda: run_with(unverified=True),
          "adaattn.unverified | got True | expected no such setting | load_plan(model, unverified=True)"),
@@ -357,7 +357,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("restrict a short calibration to windows",
          lambda: calibrate_tiny(BertForMaskedLM, scoring=MaskedTokens(3), families=("window",)),
          "families | window | no choice for 64 tokens | --lengths 512"),
-        ("use --from with a directory without risks", lambda: Known.read(Path("nowhere/adaattn-plan")),
+        ("use --from with a directory without risks", lambda: CalibrationState.read(Path("nowhere/adaattn-plan")),
          "from | does not exist | expected the directory of a plan | leave --from out"),
         ("write plans of several budgets into one model",
          lambda: directories(CALIBRATE(model=".", in_place=True, budget=("0.1%", "1%"))),

@@ -23,8 +23,8 @@ def bench(model: Any, length: int, *, steps: bool = False, **settings: Any) -> A
     ids, sample = tokens(1, length), {"joint": [None]}
     asked = CalibrationSettings(**{"rounds": 2} | settings)
     return SimpleNamespace(
-        arms=SimpleNamespace(model=model, tokens=lambda _: ids), samples={length: sample}, pace=None,
-        windows=lambda _: [None], settings=asked, run=Run(), refuse_late=lambda together, seconds: None,
+        arms=SimpleNamespace(model=model, tokens=lambda _: ids), samples={length: sample},
+        windows=lambda _: [None], settings=asked, run=Run(), refuse_late=lambda together, seconds=0.0: None,
         scoring=SimpleNamespace(generates=steps),
     )  # fmt: skip
 

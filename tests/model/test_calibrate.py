@@ -31,7 +31,7 @@ from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.memory import forecast
 from adaattn_hf.calibration.search import Joint
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
-from adaattn_hf.calibration.state import FILE, RISKS_FILE, Known
+from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
 from adaattn_hf.eval.arms import ModelArms, compare, exact_tap
 from adaattn_hf.eval.needles import build, most, retrieved
 from adaattn_hf.eval.windows import TokenSequence, TokenWindow, draw, next_token
@@ -366,7 +366,7 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
     kept = measure(open_inputs(deaf, encode, text, SETTINGS, directory=tmp_path, resume=True), prices=letter_prices())
     assert (kept.state.needles[LENGTH] == risks).all()
     measurement.state.save(tmp_path, RISKS_FILE)
-    known = Known.read(tmp_path)
+    known = CalibrationState.read(tmp_path)
     taken = measure(open_inputs(deaf, encode, text, SETTINGS, known=known), prices=letter_prices())
     assert (taken.state.needles[LENGTH] == risks).all()
 

@@ -14,6 +14,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 import adaattn_hf
+from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.unpad import hooks, packing
 
 from ..support.families import LISTED, configured, models
@@ -318,7 +319,7 @@ def test_caches_grow_where_padding_stays() -> None:
     adaattn_hf.prepare(model, unpad=False)
     with torch.no_grad():
         out = model(tokens(), attention_mask=mask, use_cache=True)
-    assert type(out.past_key_values) is adaattn_hf.GrowingCache
+    assert {type(layer) for layer in out.past_key_values.layers} == {CachedLayer}
     assert adaattn_hf.unpad_calls(model) == {}
 
 

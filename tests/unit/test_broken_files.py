@@ -1,5 +1,6 @@
 """Full disks, planted names and broken states: nothing half-written, nothing foreign touched, and a sentence."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ def test_a_broken_state_is_named_with_the_remedy(kind: str, tmp_path: Path) -> N
         os.replace(tmp_path / "other.npy", tmp_path / FILE)
     else:
         arrays = {"total": np.zeros(999)} if kind == "cut off" else {}
-        np.savez(tmp_path / FILE, identity=np.array(state.identity), **arrays)
+        np.savez(tmp_path / FILE, identity=np.array(json.dumps(state.identity)), **arrays)
     whole = (tmp_path / FILE).read_bytes()
     broken = {"empty": b"", "garbage": b"\x00\xffgarbage" * 9, "cut off": whole[:400]}.get(kind, whole)
     (tmp_path / FILE).write_bytes(broken)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...attention.call import AttentionCall
-from ...attention.heads import through_dtype, through_int8
+from ...attention.heads import through_precision
 from ...errors import unknown
 from ..record import PlanError
 from ..tensors import LayerTensors
@@ -81,19 +81,11 @@ class Precision(Operands):
 
     def defined(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """Queries, keys and values rounded, in their own dtype."""
-        query, key, value = call.query, call.key, call.value
         if is_decode(call.structure) is True:
             return call
-        if self.precision == "bf16":
-            query, key, value = (through_dtype(tensor, torch.bfloat16) for tensor in (query, key, value))
-            return replace(call, query=query, key=key, value=value)
-        smooth = through_int8(key)
-        if layer.key_mean is not None:
-            mean = layer.key_mean[list(heads)].to(key)[None, :, None]
-            # Adding the mean back keeps softcapped scores and learned sinks right, which a shift of all scores
-            # would move.
-            smooth = through_int8(key - mean) + mean
-        return replace(call, query=through_int8(query), key=smooth, value=through_int8(value))
+        mean = None if layer.key_mean is None else layer.key_mean[list(heads)].to(call.key)[None, :, None]
+        query, key, value = through_precision(self.precision, call.query, call.key, call.value, mean)
+        return replace(call, query=query, key=key, value=value)
 
     def running(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
         """Cast where torch computes in it, rounded where it does not."""
