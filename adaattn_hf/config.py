@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -15,6 +15,20 @@ CONFIG_VERSION = 1
 
 class ConfigError(ValueError):
     """A setting that is unknown or has a value it cannot have."""
+
+
+def _budget_of(preset: str) -> float:
+    """The budget of a preset, by what `use_presets` gave; 0 where nobody did, as in the kernels of the Hub."""
+    return 0.0 if _presets is None or preset == "exact" else _presets(preset)
+
+
+_presets: Callable[[str], float] | None = None
+
+
+def use_presets(budget_of: Callable[[str], float]) -> None:
+    """Lets settings be compared with the preset that they name; it is read when it is first named."""
+    global _presets
+    _presets = budget_of
 
 
 @dataclass(frozen=True)
@@ -61,10 +75,11 @@ class AdaAttnConfig:
                 "install the version of adaattn_hf that wrote the model, or delete config.adaattn"
             )
         object.__setattr__(self, "budget", float(self.budget))
-        if self.preset != "exact" and not (self.budget or self.backend or self.plan or self.monitor):
+        may_spend = _budget_of(self.preset)
+        if may_spend and not self.budget:
             raise ConfigError(
-                f"adaattn.preset: got {self.preset!r} with a budget of 0 and no other setting, expected the settings "
-                f"of that preset; to set them by name, call adaattn_hf.configure(model, {self.preset!r})"
+                f"adaattn.preset: got {self.preset!r} with a budget of 0, expected the settings of that preset, whose "
+                f"budget is {may_spend:g}; to set them by name, call adaattn_hf.configure(model, {self.preset!r})"
             )
 
     @classmethod

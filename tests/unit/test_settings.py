@@ -17,7 +17,10 @@ from ..support.plans import give, plan_for
 
 
 @pytest.mark.parametrize(("settings", "says"), [
-    ({"preset": "fast"}, r"got 'fast' with a budget of 0.*of that preset.*configure\(model, 'fast'\)"),
+    ({"preset": "fast"}, r"got 'fast' with a budget of 0.*whose budget is 0\.01.*configure\(model, 'fast'\)"),
+    ({"preset": "long_context", "monitor": True}, "got 'long_context' with a budget of 0"),
+    ({"preset": "nonsense"}, "preset: got 'nonsense', expected one of balanced, exact, fast, long_context"),
+    ({"preset": "fasd", "budget": 0.1}, "Did you mean 'fast'"),
     ({"unverified": True}, r"expected no such setting: no file.*load_plan\(model, unverified=True\)"),
     ({"unverified": False}, "expected no such setting"),
     (AdaAttnConfig(), "got AdaAttnConfig, expected a mapping"),
@@ -32,8 +35,8 @@ def test_a_setting_without_effect_says_so_when_the_model_runs(settings: Any, say
 def test_presets_are_settings_and_rise_in_what_they_may_spend() -> None:
     with pytest.raises(ConfigError, match="with a budget of 0"):
         AdaAttnConfig(preset="fast")
-    with pytest.raises(ConfigError, match=r"preset: got 'fasd', expected one of balanced.*Did you mean 'fast'"):
-        adaattn_hf.load_preset("fasd")
+    with pytest.raises(ConfigError, match="preset: got 'nonsense'"):
+        AdaAttnConfig(preset="nonsense", budget=0.1)
     presets = [adaattn_hf.load_preset(name) for name in adaattn_hf.preset_names()]
     assert [preset.preset for preset in presets] == ["balanced", "exact", "fast", "long_context"]
     assert all(AdaAttnConfig.from_dict(preset.to_dict()) == preset for preset in presets)
