@@ -33,10 +33,6 @@ def test_a_setting_without_effect_says_so_when_the_model_runs(settings: Any, say
 
 
 def test_presets_are_settings_and_rise_in_what_they_may_spend() -> None:
-    with pytest.raises(ConfigError, match="with a budget of 0"):
-        AdaAttnConfig(preset="fast")
-    with pytest.raises(ConfigError, match="preset: got 'nonsense'"):
-        AdaAttnConfig(preset="nonsense", budget=0.1)
     presets = [adaattn_hf.load_preset(name) for name in adaattn_hf.preset_names()]
     assert [preset.preset for preset in presets] == ["balanced", "exact", "fast", "long_context"]
     assert all(AdaAttnConfig.from_dict(preset.to_dict()) == preset for preset in presets)
