@@ -67,7 +67,15 @@ def _any_of(captured: dict[str, Any]) -> MaskFields | None:
 
 def _packed_positions(captured: dict[str, Any]) -> MaskFields | None:
     inner = read_pattern(captured["mask_function"])  # documents are contiguous, so that restarts change no rule
-    return None if inner is None or "spans" in inner else inner
+    if inner is None or "spans" in inner:
+        return None
+    if "chunk" in inner:  # by positions, while a structure's count from a document's first key
+        positions = captured["position_ids"]
+        begins = torch.ones_like(positions, dtype=torch.bool)
+        begins[:, 1:] = positions.diff() != 1
+        if (positions[begins] % inner["chunk"]).any():
+            return None
+    return inner
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], MaskFields | None]] = {

@@ -249,6 +249,12 @@ def test_positions_counted_per_document_change_no_rule() -> None:
     found = read_pattern(mu.and_masks(remapped, mu.packed_sequence_mask_function(DOCUMENTS)))
     assert found is not None
     assert found.keys() == {"causal", "window", "k_segments"}
+    # chunks are counted by positions: those of a document from its first key, if it begins a chunk
+    for first, known in ((0, True), (3, False)):
+        chunks = mu.remap_positions_for_packed_sequence(
+            mu.chunked_causal_mask_function(2, torch.tensor([0])), positions + first
+        )
+        assert (read_pattern(chunks) is not None) is known
 
 
 def test_every_factory_of_transformers_is_known_or_known_to_be_unknown() -> None:
