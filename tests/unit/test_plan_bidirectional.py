@@ -8,13 +8,12 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.plans import execute
-from adaattn_hf.plans.bound_layer import BoundLayer
-from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan
-from adaattn_hf.plans.tensors import LayerTensors
+from adaattn_hf.plans.plan import Choice
 
 from ..support.choices import make_choice, precision_of
 from ..support.plans import defined
 from ..support.processor import ROUNDS_BF16
+from .test_plan_execute import bound_layer_of
 
 HEADS, D, N = 2, 16, 270
 WINDOW = make_choice("window", 24, 4)
@@ -42,26 +41,16 @@ PAIRS = [
 ]
 
 
-def tensors() -> LayerTensors:
-    generator = torch.Generator().manual_seed(9)
-    bases = {head: torch.linalg.qr(torch.randn(D, 8, generator=generator)).Q for head in range(HEADS)}
-    return LayerTensors(torch.randn(HEADS, D, generator=generator), bases, bases)
-
-
 def request_of(structure: MaskStructure, seed: int = 0) -> AttentionCall:
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(2, HEADS, N, D, generator=generator) for _ in range(3))
     return AttentionCall(query * 2, key, value, structure, D**-0.5)
 
 
-def program_of(choice: Choice, limit: int = 10**6) -> BoundLayer:
-    return BoundLayer(LayerPlan(0, "", (choice, EXACT)), tensors(), limit)
-
-
 @pytest.mark.parametrize(("choice", "backend"), PAIRS, ids=lambda value: getattr(value, "label", value))
 @pytest.mark.parametrize("name", list(STRUCTURES))
 def test_execution_equals_the_definition(choice: Choice, name: str, backend: str) -> None:
-    call, bound_layer = request_of(STRUCTURES[name]), program_of(choice)
+    call, bound_layer = request_of(STRUCTURES[name]), bound_layer_of(choice)
     found = execute.attend(bound_layer, call, backend).out
     tolerance = 5e-2 if precision_of(choice) == "bf16" else 2e-5
     torch.testing.assert_close(found.double(), defined(bound_layer, call), atol=tolerance, rtol=tolerance)
@@ -73,10 +62,10 @@ def test_execution_equals_the_definition(choice: Choice, name: str, backend: str
 
 def test_a_window_looks_as_far_ahead_as_back_and_keeps_the_first_keys() -> None:
     call = request_of(STRUCTURES["full"])
-    weights = execute.weights(program_of(WINDOW), call)[0, 0]
+    weights = execute.weights(bound_layer_of(WINDOW), call)[0, 0]
     rows, keys = torch.arange(N)[:, None], torch.arange(N)
     assert torch.equal(weights > 0, ((rows - keys).abs() < 24) | (keys < 4))
-    documents = execute.weights(program_of(WINDOW), request_of(STRUCTURES["documents"]))[0, 0]
+    documents = execute.weights(bound_layer_of(WINDOW), request_of(STRUCTURES["documents"]))[0, 0]
     assert documents[150, 100:104].min() > 0, "sinks are the first keys of the row's own document"
     assert documents[150, :100].max() == 0
 
@@ -89,33 +78,25 @@ def test_sequences_longer_than_the_plan_speaks_for_are_exact_as_a_whole(
     name: str, limit: int, planned: list[list[bool]]
 ) -> None:
     """Each of their rows sees all keys; a short neighbour is planned none the less."""
-    call, bound_layer = request_of(STRUCTURES[name]), program_of(WINDOW, limit)
+    call, bound_layer = request_of(STRUCTURES[name]), bound_layer_of(WINDOW, limit)
     within = execute.rows_within(call.structure, limit, torch.device("cpu"))
     assert isinstance(within, torch.Tensor)
     wanted = torch.tensor(planned)
     assert torch.equal(within.expand(2, -1), wanted)
     found = execute.attend(bound_layer, call).out
-    mixed = torch.where(wanted[:, :, None, None], defined(program_of(WINDOW), call), reference.attention(call).out)
+    mixed = torch.where(wanted[:, :, None, None], defined(bound_layer_of(WINDOW), call), reference.attention(call).out)
     torch.testing.assert_close(found.double(), mixed, atol=2e-5, rtol=2e-5)
-
-
-def test_documents_of_padded_rows_are_measured_without_padding() -> None:
-    structure = MaskStructure(2, N, N, key_padding=RIGHT, q_segments=DOCUMENTS, k_segments=DOCUMENTS)
-    within = execute.rows_within(structure, 95, torch.device("cpu"))
-    assert isinstance(within, torch.Tensor)
-    # documents of 100, 100 and 70 tokens; of the second row 100, 90 and none
-    assert within[0].tolist() == [False] * 200 + [True] * 70
-    assert within[1].tolist() == [False] * 100 + [True] * 170
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_documents_may_be_numbered_in_any_order(padded: bool) -> None:
+    """They have 100, 100 and 70 tokens; of the second row, where it is padded, 100, 90 and none."""
     numbers = torch.tensor([7, -3, 2])[DOCUMENTS]
     structure = MaskStructure(2, N, N, key_padding=RIGHT if padded else None, q_segments=numbers, k_segments=numbers)
     within = execute.rows_within(structure, 95, torch.device("cpu"))
     assert isinstance(within, torch.Tensor)
     assert within[0].tolist() == [False] * 200 + [True] * 70
-    assert within[1, 100:200].tolist() == [padded] * 100
+    assert within[1].tolist() == [False] * 100 + [padded] * 100 + [True] * 70
     alike = structure.with_changes(k_segments=numbers[:1])
     assert torch.equal(execute.rows_within(alike, 95, torch.device("cpu")), within)  # type: ignore[arg-type]
 

@@ -36,7 +36,7 @@ def _tensors() -> LayerTensors:
     return LayerTensors(torch.randn(KV, D, generator=generator), bases, bases)
 
 
-def _bound_layer(choice: Choice, limit: int = 10**6) -> BoundLayer:
+def bound_layer_of(choice: Choice, limit: int = 10**6) -> BoundLayer:
     return BoundLayer(LayerPlan(0, "", (choice, EXACT)), _tensors(), limit)
 
 
@@ -47,6 +47,11 @@ def _qkv(batch: int = 1, n: int = N, seed: int = 0) -> tuple[torch.Tensor, torch
     return query, key, torch.randn(batch, KV, n, D, generator=generator)
 
 
+def _left(cut: int) -> torch.Tensor:
+    """The padding of two rows, of which the second one begins so many tokens later."""
+    return torch.arange(N) >= torch.tensor([[0], [cut]])
+
+
 def _run(
     bound_layer: BoundLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rules: object
 ) -> torch.Tensor:
@@ -55,8 +60,7 @@ def _run(
 
 
 def _structures() -> dict[str, MaskStructure]:
-    left = torch.ones(2, N, dtype=torch.bool)
-    left[1, :77] = False
+    left = _left(77)
     documents = torch.arange(N)[None].expand(2, -1) // 140
     return {
         "causal": MaskStructure(2, N, N, causal=True),
@@ -75,7 +79,7 @@ def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
     structure = _structures()[name]
     query, key, value = _qkv(2)
     call = AttentionCall(query[:, :, -structure.q_len :], key, value, structure, D**-0.5)
-    bound_layer = _bound_layer(choice)
+    bound_layer = bound_layer_of(choice)
     found = execute.attend(bound_layer, call, ROUNDED.get(precision_of(choice))).out
     tolerance = 2e-2 if precision_of(choice) == "bf16" else 2e-5
     torch.testing.assert_close(found.double(), defined(bound_layer, call), atol=tolerance, rtol=tolerance)
@@ -88,12 +92,10 @@ def test_execution_equals_the_definition(name: str, choice: Choice) -> None:
 @pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
 def test_documents_may_be_said_once_for_all_rows(choice: Choice) -> None:
     """Documents of two tokens are steps, beside which longer ones are prefills; one row is padded as well."""
-    padding = torch.ones(2, N, dtype=torch.bool)
-    padding[1, :77] = False
     once = (torch.arange(N)[None] > 139).long() + (torch.arange(N)[None] > N - 3)
     query, key, value = _qkv(2)
     alike, by_row = (
-        _run(_bound_layer(choice), query, key, value, key_padding=padding, q_segments=numbers, k_segments=numbers)
+        _run(bound_layer_of(choice), query, key, value, key_padding=_left(77), q_segments=numbers, k_segments=numbers)
         for numbers in (once, once.expand(2, -1))
     )
     assert torch.equal(alike, by_row)
@@ -105,7 +107,7 @@ def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
     query, key, value = _qkv()
     more = {"softcap": 3.0} if extra == "softcap" else {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}
     call = AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5, **more)  # type: ignore[arg-type]
-    bound_layer = _bound_layer(choice)
+    bound_layer = bound_layer_of(choice)
     found = execute.attend(bound_layer, call, ROUNDED.get(precision_of(choice))).out
     torch.testing.assert_close(found.double(), defined(bound_layer, call), atol=2e-5, rtol=2e-5)
     plain = AttentionCall(query, key, value, call.structure, D**-0.5)
@@ -115,7 +117,7 @@ def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
 @pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
 def test_the_future_changes_nothing(choice: Choice) -> None:
     query, key, value = _qkv()
-    bound_layer = _bound_layer(choice)
+    bound_layer = bound_layer_of(choice)
     before = _run(bound_layer, query, key, value)
     for tensor in (query, key, value):
         tensor[:, :, 130:] = tensor[:, :, 130:] * -3 + 1
@@ -126,7 +128,7 @@ def test_the_future_changes_nothing(choice: Choice) -> None:
 
 @pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
 def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
-    bound_layer = _bound_layer(choice)
+    bound_layer = bound_layer_of(choice)
     query, key, value = _qkv(1, N - 80)
     alone = _run(bound_layer, query, key, value)
     others = _qkv(3, N, seed=5)
@@ -143,26 +145,21 @@ def test_neighbours_and_padding_change_nothing(choice: Choice) -> None:
 
 @pytest.mark.parametrize("choice", [CHOICES[0], CHOICES[2]], ids=lambda choice: choice.label)
 def test_decode_steps_equal_the_prefill(choice: Choice) -> None:
-    bound_layer = _bound_layer(choice)
+    bound_layer = bound_layer_of(choice)
     query, key, value = _qkv()
     whole = _run(bound_layer, query, key, value)
     for place in (60, 140, N - 1):
-        step = _run(
-            bound_layer,
-            query[:, :, place : place + 1],
-            key[:, :, : place + 1],
-            value[:, :, : place + 1],
-            q_offset=place,
-        )
-        torch.testing.assert_close(step[:, 0], whole[:, place], atol=2e-5, rtol=2e-5)
-        preallocated = _run(bound_layer, query[:, :, place : place + 1], key, value, q_offset=torch.tensor(place))
-        torch.testing.assert_close(preallocated[:, 0], whole[:, place], atol=2e-5, rtol=2e-5)
+        last, held = query[:, :, place : place + 1], (tensor[:, :, : place + 1] for tensor in (key, value))
+        step = _run(bound_layer, last, *held, q_offset=place)
+        preallocated = _run(bound_layer, last, key, value, q_offset=torch.tensor(place))
+        for found in (step, preallocated):
+            torch.testing.assert_close(found[:, 0], whole[:, place], atol=2e-5, rtol=2e-5)
 
 
 def test_a_decode_step_is_at_least_as_exact_in_precision() -> None:
     query, key, value = _qkv()
     exact = reference.attention(AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5)).out
-    step = _run(_bound_layer(make_choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
+    step = _run(bound_layer_of(make_choice(precision="int8")), query[:, :, -1:], key, value, q_offset=N - 1)
     torch.testing.assert_close(step[:, 0].double(), exact[:, -1], atol=2e-5, rtol=2e-5)
 
 
@@ -171,7 +168,7 @@ def test_decode_steps_stay_exact_where_the_plan_says_so(choice: Choice) -> None:
     bound_layer = BoundLayer(LayerPlan(0, "", (choice, EXACT)), _tensors(), 10**6, exact_steps=True)
     query, key, value = _qkv()
     whole = AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5)
-    assert torch.equal(execute.attend(bound_layer, whole).out, execute.attend(_bound_layer(choice), whole).out)
+    assert torch.equal(execute.attend(bound_layer, whole).out, execute.attend(bound_layer_of(choice), whole).out)
     for rows in (1, MIN_PREFILL_ROWS - 1):
         last = query[:, :, -rows:]
         structure = MaskStructure(1, rows, N, causal=True, q_offset=N - rows)
@@ -190,12 +187,12 @@ def test_decode_steps_stay_exact_where_the_plan_says_so(choice: Choice) -> None:
 def test_rows_beyond_the_calibrated_length_are_exact(choice: Choice) -> None:
     query, key, value = _qkv()
     exact = reference.attention(AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5)).out
-    free = _run(_bound_layer(choice), query, key, value)
-    found = _run(_bound_layer(choice, limit=150), query, key, value)
+    free = _run(bound_layer_of(choice), query, key, value)
+    found = _run(bound_layer_of(choice, limit=150), query, key, value)
     torch.testing.assert_close(found[:, 150:].double(), exact[:, 150:], atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(found[:, :150], free[:, :150], atol=2e-5, rtol=2e-5)
     assert not torch.allclose(free[:, 150:].double(), exact[:, 150:], atol=1e-4)
-    beyond = _run(_bound_layer(choice, limit=10), query[:, :, 100:], key, value, q_offset=100)
+    beyond = _run(bound_layer_of(choice, limit=10), query[:, :, 100:], key, value, q_offset=100)
     torch.testing.assert_close(beyond.double(), exact[:, 100:], atol=2e-5, rtol=2e-5)
 
 
@@ -208,8 +205,7 @@ def test_rows_are_computed_twice_only_between_a_sequence_within_and_one_beyond(
 ) -> None:
     """A sequence that begins 60 places later is within for 60 places more; of five rows nobody makes a call."""
     query, key, value = _qkv(2)
-    padding = torch.ones(2, N, dtype=torch.bool)
-    padding[1, : 60 if side != "none" else 0] = False
+    padding = _left(60 if side != "none" else 0)
     late, padding = (60, padding) if side == "left" else (0, padding.flip(1))
     exact, asked = select.attend, []
 
@@ -217,7 +213,7 @@ def test_rows_are_computed_twice_only_between_a_sequence_within_and_one_beyond(
         asked.append(call.query.shape[2])
         return exact(call, backend)
 
-    bound_layer = _bound_layer(choice, limit)
+    bound_layer = bound_layer_of(choice, limit)
     monkeypatch.setattr(select, "attend", noting)
     found = _run(bound_layer, query, key, value, key_padding=padding)
     if limit >= MIN_PREFILL_ROWS:  # else the later sequence has too few rows within for a call of their own
@@ -232,9 +228,7 @@ def test_rows_are_computed_twice_only_between_a_sequence_within_and_one_beyond(
 
 
 def test_a_padded_step_beyond_a_plan_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = _qkv(2)
-    padding = torch.ones(2, N, dtype=torch.bool)
-    padding[1, :60] = False
+    (query, key, value), padding = _qkv(2), _left(60)
     calls: list[str] = []
 
     def note(place: Any, name: str) -> None:
@@ -250,7 +244,7 @@ def test_a_padded_step_beyond_a_plan_is_computed_once(monkeypatch: pytest.Monkey
     note(execute, "_planned")
     for limit, expected in ((200, {"attend"}), (239, {"attend"}), (250, {"attend", "_planned"})):
         calls.clear()
-        bound_layer = _bound_layer(CHOICES[0], limit)
+        bound_layer = bound_layer_of(CHOICES[0], limit)
         found = _run(bound_layer, query[:, :, -1:], key, value, q_offset=N - 1, key_padding=padding)
         assert set(calls) == expected
         if limit < 250:
@@ -263,7 +257,7 @@ def test_a_padded_step_beyond_a_plan_is_computed_once(monkeypatch: pytest.Monkey
 def test_weights_are_those_of_the_approximated_function(choice: Choice) -> None:
     query, key, value = _qkv()
     call = AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5)
-    bound_layer = _bound_layer(choice)
+    bound_layer = bound_layer_of(choice)
     weights = execute.weights(bound_layer, call)
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, KV * GROUP, N), atol=1e-5, rtol=1e-5)
     if precision_of(choice) == "model":
@@ -279,7 +273,7 @@ def test_gradients_are_those_of_the_definition(choice: Choice) -> None:
     tensors = [tensor.double().requires_grad_() for tensor in _qkv(1, 150)]
     structure = MaskStructure(1, 150, 150, causal=True)
     call = AttentionCall(*tensors, structure, D**-0.5)  # type: ignore[arg-type]
-    bound_layer = _bound_layer(choice)
+    bound_layer = bound_layer_of(choice)
     out = execute.attend(bound_layer, call).out
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     found = torch.autograd.grad(out, tensors, upstream)

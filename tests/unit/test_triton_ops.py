@@ -14,6 +14,12 @@ from adaattn_hf.attention.structure import MaskStructure
 
 from .test_triton import attend, interpreted, make
 
+pytest.importorskip("triton")
+
+from adaattn_hf.backends.triton import step
+from adaattn_hf.backends.triton.ops import traced_step
+from adaattn_hf.backends.triton.tables import window_table
+
 ROOM = 3000
 AT = torch.tensor(2700)
 LEFT = torch.ones(3, ROOM, dtype=torch.bool)
@@ -52,8 +58,6 @@ def near(out: Tensor, call: AttentionCall) -> bool:
 @pytest.mark.parametrize("extra", [{}, {"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_equals_the_reference(name: str, extra: dict[str, Any]) -> None:
-    from adaattn_hf.backends.triton.ops import traced_step
-
     call = asked(STRUCTURES[name], **extra)
     assert near(traced_step(call), call)
 
@@ -62,8 +66,6 @@ def test_equals_the_reference(name: str, extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["static cache", "left padding and holes", "window", "plain"])
 @pytest.mark.parametrize("rules", [None, RULES], ids=["all heads alike", "rules per head"])
 def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> None:
-    from adaattn_hf.backends.triton.ops import traced_step
-
     structure = STRUCTURES[name]
     if rules is not None and structure.window is not None:
         structure = structure.with_changes(window=400)
@@ -74,11 +76,11 @@ def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> Non
         nodes.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def traced(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return traced_step(replace(call, query=query, key=key, value=value))
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, backend=kept, fullgraph=True)
+    compiled = torch.compile(traced, backend=kept, fullgraph=True)
     out = compiled(call.query, call.key, call.value)
     torch._dynamo.reset()
     assert near(out, call)
@@ -91,8 +93,6 @@ def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> Non
 @pytest.mark.parametrize("name", ["static cache", "left padding and holes"])
 def test_windows_end_with_a_position_of_the_sequence(name: str, rules: HeadRules, until: int) -> None:
     """Of the padded rows the first one's query stands at 400, the others' at 2,700."""
-    from adaattn_hf.backends.triton.ops import traced_step
-
     call = asked(STRUCTURES[name], per_head=replace(rules, until=until))
     out = traced_step(call)
     assert near(out, call)
@@ -104,8 +104,6 @@ def test_windows_end_with_a_position_of_the_sequence(name: str, rules: HeadRules
 
 def test_windows_have_one_table_for_good() -> None:
     """A captured graph holds its address."""
-    from adaattn_hf.backends.triton.tables import window_table
-
     device, windows = torch.device("cpu"), ((300, 5), (1 << 30, 0))
     assert window_table(windows, device) is window_table(windows, device)
     assert window_table(windows, device).tolist() == [[300, 5], [1 << 30, 0]]
@@ -113,19 +111,14 @@ def test_windows_have_one_table_for_good() -> None:
 
 @interpreted
 def test_a_step_of_a_graph_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from adaattn_hf.backends.triton import ops, step
-
     monkeypatch.setattr(step, "_buffers", {})
-    ops.traced_step(asked(STRUCTURES["plain"]))
+    traced_step(asked(STRUCTURES["plain"]))
     assert not step._buffers
     attend(asked(STRUCTURES["plain"]))
     assert step._buffers
 
 
 def test_the_memory_of_streams_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from adaattn_hf.backends.triton import step
-
     monkeypatch.setattr(step, "_buffers", {(torch.device("cuda", 0), n): () for n in range(step._MOST_STREAMS)})
     _, done = step._scratch(8, 3, torch.device("cpu"), False)
     assert list(step._buffers) == [(torch.device("cpu"), 0)]

@@ -10,11 +10,14 @@ from torch import Tensor
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.pages import Pages
-from adaattn_hf.backends.triton import TritonBackend, step
-from adaattn_hf.backends.triton.launch import device_facts
+from adaattn_hf.backends.triton import TritonBackend
 
 from ..support.head_rules import rules
-from .test_triton import EXTRAS, interpreted
+from .test_triton import EXTRAS, interpreted, on_processors
+
+pytest.importorskip("triton")
+
+from adaattn_hf.backends.triton import step
 
 LENGTHS = (70, 1, 0, 33, 128, 5, 0)
 """Of sequences; the last one and one between are padding, as in captured steps."""
@@ -73,13 +76,17 @@ def attend(call: AttentionCall) -> Tensor:
     return TritonBackend().kernel(call.checked_kind(), call.per_head)(call).out
 
 
+def check(call: AttentionCall, atol: float = 4e-6) -> None:
+    right = truth(call)
+    torch.testing.assert_close(attend(call).double(), right, atol=atol, rtol=0)
+
+
 @interpreted
 @pytest.mark.parametrize("page", [4, 16, 20, 64, 256])
 @pytest.mark.parametrize("window", [None, 1, 20])
 def test_equals_the_reference(page: int, window: int | None) -> None:
     call = paged(LENGTHS, page, window=window, sinks=3 if window else 0)
-    right = truth(call)
-    torch.testing.assert_close(attend(call).double(), right, atol=4e-6, rtol=0)
+    check(call)
     rows, places = last(call.structure)  # type: ignore[arg-type]
     assert call.new_tokens is not None
     for tensor, own in zip((call.key, call.value), call.new_tokens, strict=True):
@@ -91,9 +98,7 @@ def test_equals_the_reference(page: int, window: int | None) -> None:
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_other_mathematics(extra: str, kv_heads: int) -> None:
-    call = paged(LENGTHS, 16, kv_heads, 24, dtype=torch.half, **EXTRAS[extra])
-    right = truth(call)
-    torch.testing.assert_close(attend(call).double(), right, atol=4e-3, rtol=0)
+    check(paged(LENGTHS, 16, kv_heads, 24, dtype=torch.half, **EXTRAS[extra]), 4e-3)
 
 
 @interpreted
@@ -103,12 +108,9 @@ def test_heads_have_windows_up_to_a_position(
     until: int | None, window: int | None, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long sequences beside short ones; a layer may have a window of its own; with few shares and with many."""
-    facts = device_facts(torch.device("cpu"))._replace(processors=processors)
-    monkeypatch.setattr(step, "device_facts", lambda device: facts)
+    on_processors(processors, monkeypatch)
     asked = replace(rules((0, 9), (0, 2)), until=until)
-    call = paged((1400, 3, 0, 700, 64), 128, per_head=asked, window=window)
-    right = truth(call)
-    torch.testing.assert_close(attend(call).double(), right, atol=4e-6, rtol=0)
+    check(paged((1400, 3, 0, 700, 64), 128, per_head=asked, window=window))
 
 
 @interpreted
@@ -117,8 +119,7 @@ def test_what_windows_leave_is_shared_out(windows: tuple[int, int], monkeypatch:
     """Heads that read all have more shares beside windows; where windows end all have as many as without any."""
     seen: list[Any] = []
     monkeypatch.setattr(step, "decode", lambda grid, arguments, *_: seen.append((grid[1], *arguments[26:28])))
-    facts = device_facts(torch.device("cpu"))._replace(processors=6)
-    monkeypatch.setattr(step, "device_facts", lambda device: facts)
+    on_processors(6, monkeypatch)
     for asked in (None, replace(rules(windows, (0, 0)), until=5000)):
         attend(paged((4000, 4000), 128, per_head=asked))
     (programs, exact, whole), (planned, most, ended) = seen

@@ -19,6 +19,10 @@ from ..support.head_rules import rules
 from ..support.operators import NamedOperators
 from .test_triton import LEFT, STRUCTURES, N, attend, interpreted, make
 
+pytest.importorskip("triton")
+
+from adaattn_hf.backends.triton import codes, decode, ops, step, tiling
+
 LONG = MaskStructure(2, 1, 1500, causal=True, q_offset=1499)
 STEPS = [name for name, structure in STRUCTURES.items() if structure.q_len == 1]
 
@@ -67,8 +71,6 @@ def test_large_heads(name: str, bits: int) -> None:
 @pytest.mark.parametrize("dim", [64, 96])
 def test_no_matrix_turns_queries_in_fp32_or_where_memory_is_short(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of as many channels as a head, padded, has, and smaller ones; only outputs in half precision need one."""
-    from adaattn_hf.backends.triton import codes, decode, tiling
-
     monkeypatch.setattr(codes, "rotated", None)
     for tile in (*tiling.SIZES["decode_codes 8"], tiling.Tile(1024, 0, 1, 64, 2, 2, sums=True)):
         monkeypatch.setitem(tiling.SIZES, "decode_codes 8", (tile,))
@@ -106,9 +108,7 @@ def test_rows_that_adjoin_are_read_in_whole_tiles(seen: int, bits: int, dtype: t
 @pytest.mark.parametrize("windows", [None, ((32768, 0), (1024, 16)) * 4])
 def test_no_more_shares_than_run_at_once(windows: HeadWindows | None, sequences: int) -> None:
     """Unless each head of each sequence takes one already; one more share of the longest heads would be too many."""
-    from adaattn_hf.backends.triton.step import split
-
-    most, span = split(windows, 8, ((128, sequences),), 396, 256)
+    most, span = step.split(windows, 8, ((128, sequences),), 396, 256)
     counts = [32768] * 8 if windows is None else [32768, 1040] * 4
     shares = [-(-count // span) for count in counts]
     assert max(shares) == most
@@ -122,10 +122,8 @@ def test_no_more_shares_than_run_at_once(windows: HeadWindows | None, sequences:
 @pytest.mark.parametrize("lengths", [(128, *(8,) * 7), (8,) * 8, (128,), (9, 8, 8, 9, 10, 11, 8, 8)], ids=str)
 def test_requests_of_any_lengths_fill_the_device(windows: HeadWindows | None, lengths: tuple[int, ...]) -> None:
     """264 programs run at once on an H100; shares are of the longest call, and not of all that lie in its row."""
-    from adaattn_hf.backends.triton.step import split
-
     spans = tuple((length, lengths.count(length)) for length in sorted(set(lengths)))
-    most, span = split(windows, 8, spans, 264, 256)
+    most, span = step.split(windows, 8, spans, 264, 256)
     heads = (1 << 30,) * 8 if windows is None else (1 << 30, 1040) * 4
     reads = [min(head, 256 * length) for length in lengths for head in heads]
     assert most == -(-max(reads) // span)
@@ -145,10 +143,7 @@ def test_shares_of_heads_with_windows_of_their_own(bits: int) -> None:
 @pytest.mark.parametrize("per_head", [rules((300, 0), (7, 0)), None], ids=["windows", "exact"])
 def test_a_graph_merges_heads_side_by_side(per_head: Any, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a launch of its own in place of one that sets counters to zero; of few keys there is nothing to merge."""
-    from adaattn_hf.backends.triton import ops, step
-    from adaattn_hf.backends.triton.decode import combine as merge
-
-    launches: list[tuple[int, ...]] = []
+    merge, launches = step.combine, list[tuple[int, ...]]()
 
     def noting(grid: tuple[int, ...], *more: Any) -> None:
         launches.append(grid)
@@ -201,8 +196,8 @@ def test_no_bit_of_a_value_is_lost(bits: int, size: float) -> None:
     call.value = call.value.float() * size
     asked = stored(call, bits, turned=False)
     value = asked.dequantised().value[:, :, 0].double().repeat_interleave(2, dim=1)
-    step = value.abs().amax(2, keepdim=True) / (127 if bits == 8 else 15)
-    assert ((attend(asked).out[:, 0].double() - value).abs() <= step / 8).all()
+    apart = value.abs().amax(2, keepdim=True) / (127 if bits == 8 else 15)
+    assert ((attend(asked).out[:, 0].double() - value).abs() <= apart / 8).all()
 
 
 @interpreted
@@ -221,8 +216,6 @@ def test_a_query_that_is_no_number_gives_none() -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_is_one_launch_and_one_allocation(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every layer but the first, which makes the tables: nothing else is asked of the device."""
-    from adaattn_hf.backends.triton import step
-
     asked = stored(make(STRUCTURES[name], 4, 2, 32, 64, per_head=rules((300, 0), (7, 0))), bits)
     asked.need_lse = False
     attend(asked)
@@ -249,8 +242,6 @@ def test_a_kernel_serves_every_length_of_its_kind(bits: int) -> None:
 @interpreted
 @pytest.mark.parametrize("bits", [8, 4])
 def test_counters_are_left_as_they_were_found(bits: int) -> None:
-    from adaattn_hf.backends.triton import step
-
     asked = stored(make(MaskStructure(1, 1, 1500, causal=True, q_offset=1499), 2, 1, 32, 32), bits)
     first, again = attend(asked).out, attend(asked).out
     assert torch.equal(first, again)
@@ -266,9 +257,9 @@ def test_what_is_served_and_what_is_refused() -> None:
     def reasons(kind: CallKind) -> str:
         return " ".join(TritonBackend().refusals(kind))
 
-    step = kind_of(STRUCTURES["decode"])
-    assert reasons(step) == ""
-    assert order(step)[0] == order(step._replace(features=step.features | HEAD_WINDOWS | PER_HEAD))[0] == "triton"
+    one = kind_of(STRUCTURES["decode"])
+    assert reasons(one) == ""
+    assert order(one)[0] == order(one._replace(features=one.features | HEAD_WINDOWS | PER_HEAD))[0] == "triton"
     assert reasons(kind_of(MaskStructure(2, 1, N, causal=True, q_offset=N - 1, key_padding=LEFT), 4)) == ""
     assert "stored as int8 for one query" in reasons(kind_of(STRUCTURES["suffix"]))
-    assert "two channels at a time, got a value head size of 33" in reasons(step._replace(head_dim_v=33))
+    assert "two channels at a time, got a value head size of 33" in reasons(one._replace(head_dim_v=33))

@@ -39,19 +39,19 @@ def reading(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PER_HEAD: tl.constexpr, TABLE: tl.constexpr,
     HAS_OFFSET: tl.constexpr, FIND: tl.constexpr, HAS_REAL: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """What a program reads: head, share, shares, batch row, first key, sinks, start of the window, both again, start, end.
+    """Head, share, shares, batch row and first key of a program; what it reads, whole tiles (TILES) and exactly; start, end.
 
     Programs are (sequence, share and head), with `max_shares` of each head, or `whole_shares` from position `until` on,
     where no window holds. `window` and `sinks` are those of the head that reads most; with PER_HEAD `rules` `[kv_heads, 2]`
-    says each head's own. There, and of sequences of a table without padding, a head has as many shares as hold `span`
-    keys each, and no more: the programs of the rest have nothing to do. A sequence is a row of `(batch row, first
+    says each head's own. There, and of sequences of a table without padding, a head has only as many of these shares as
+    hold `span` keys each: the other programs have nothing to do. A sequence is a row of `(batch row, first
     key, number of keys, offset)` with TABLE, else all keys of the batch row of its number, with FIND from the first one that
     `real` `[batch, kv_len]` holds to be real. Where the host knows no lengths `span` is the least of a share, of which a
     long sequence has more. With PAGE `offset_ptr` holds running sums of the sequences' lengths, and each query stands at
     its last key. HAS_OFFSET reads the offset from the device. Keys are counted through from
     the sinks to the window as if they adjoined: key `u` of those read is key `u` below the number of sinks, else
-    `u - sinks` of the window. With TILES that number and the window's start are rounded to whole tiles, and not when they
-    are returned again: keys between those are read in vain.
+    `u - sinks` of the window. What is read are the number of sinks and the window's start, and both again as the rules say
+    them: with TILES those read are rounded to whole tiles, whose other keys are left out of the sums.
     """
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
