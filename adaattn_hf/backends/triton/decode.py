@@ -73,6 +73,7 @@ def reading(  # type: ignore[no-untyped-def]
         k_start = _first_real(row_padding, kv_len, 2048)
         k_len = kv_len - k_start
         at -= k_start
+        k_start = tl.minimum(k_start, kv_len - 1)  # of a row of padding alone: what is read ahead lies in the row
     stop = k_len
     if CAUSAL:
         stop = tl.minimum(k_len, at + 1)
