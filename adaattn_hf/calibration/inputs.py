@@ -80,6 +80,7 @@ class Inputs:
     run: Run = field(default_factory=Run)
     other_source: bool = False  # whether the held-out text comes from another source
     team: team.Team = field(default_factory=team.present)
+    pace: Pace | None = None  # None where nobody asked
     # by sequence and seed, what exact attention makes of its windows: all plans that are compared on it share that
     states: dict[tuple[TokenSequence, int | None], list[Tensor]] = field(default_factory=dict)
     # by the tokens of a haystack, which of its needles exact attention finds

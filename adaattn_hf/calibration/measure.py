@@ -63,7 +63,8 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
     run, settings = inputs.run, inputs.settings
     if run.expect is not silent and settings.lengths[-1] > FORETOLD:
         run.progress("estimate", 0, 1)
-        seconds = stages(pace_of(inputs), settings, inputs.team.size)
+        inputs = replace(inputs, pace=(pace := pace_of(inputs)))
+        seconds = stages(pace, settings, inputs.team.size)
         run.progress("estimate", 1, 1)
         run.expect(seconds if run.known is None else {**seconds, "risk": 0.0})
     try:
