@@ -103,7 +103,6 @@ EVAL = Command(
     mask_fraction=Option(float, 1.0, "Masked LMs: share of the tokens that is scored."),
     seed=Option(int, 0, "Seed of that sample."),
     prefix_token=Option(int, None, "Token before each document. Default: BOS, else EOS."),
-    add_bos=Option(bool, None, "Whether the tokenizer adds its special tokens. Default: its own setting."),
     max_ppl_ratio=Option(float, None, "Fail (exit 1) if the one-sided 95 % bound of perplexity over stock's is above "
         "(1.001, say)."),
     output_dir=Option(Path, None, "Directory for journals and reports. Default: a new one under results/eval."),
