@@ -98,7 +98,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
         "cells": [],
     }
     # a run of some cells keeps the others' figures, each with the commit that it was measured at
-    earlier = _earlier(output, report, options.overwrite)
+    earlier = _earlier(output, report)
     failed = []
     step = f"{len(cells)} cells"
     with shown_progress(Console(stderr=True)) as progress:
@@ -130,7 +130,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
     return report, failed
 
 
-def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
+def _earlier(output: Path, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if not output.exists():
         return {}
     now, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")
@@ -145,9 +145,9 @@ def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str,
     except (ValueError, KeyError, TypeError) as error:
         changed, cells = [f"{type(error).__name__}: {error}"], {}
         holds = "no report of `adaattn bench`"
-    if changed and not overwrite:
-        raise UsageError(f"output: {output} holds {holds} ({'; '.join(changed)}); give another file, or --overwrite")
-    return {} if changed else cells
+    if changed:
+        raise UsageError(f"output: {output} holds {holds} ({'; '.join(changed)}); give another file, or delete it")
+    return cells
 
 
 def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, options: Options) -> dict[str, Any]:
