@@ -109,8 +109,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
             figures = run_cell(cell, [options.attn_implementation, *others], data, where, options)
             if figures["best"] is not None and figures["ratio_best"]["wall"]["median"] < cell.floor:
                 failed.append(f"{cell.title}: {figures['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
-            figures["commit"] = report["provenance"]["commit"]
-            earlier[cell.title] = figures
+            earlier[cell.title] = {**figures, "commit": report["provenance"]["commit"]}
             report["cells"] = [
                 # dtype and shape are the grid's, and not measured
                 {**earlier[one.title], "dtype": one.dtype, "shape": shape_of(one, data)}

@@ -58,7 +58,7 @@ class OutOfTime(Exception):
 class Run:
     """What a calibration keeps, and whom it tells."""
 
-    directory: Path | None = None  # where the state is saved after every sequence, until `state.forget`
+    directory: Path | None = None  # where the state is saved after every sequence, until a plan is written
     resume: bool = False  # go on from the state saved there
     known: CalibrationState | None = None  # risks of an earlier run on the same weights and text, not measured again
     progress: Progress = silent
