@@ -17,7 +17,7 @@ def main() -> None:
         if sys.argv[1:2] != ["run"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(signal.SIGINT, interrupt)
-            sys.unraisablehook = unraisable
+                sys.unraisablehook = unraisable
         from .app import run
 
         run()

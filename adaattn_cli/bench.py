@@ -98,7 +98,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
         "cells": [],
     }
     # a run of some cells keeps the others' figures, each with the commit that it was measured at
-    earlier = _earlier(output, report, options.overwrite)
+    earlier = _earlier(output, report)
     failed = []
     step = f"{len(cells)} cells"
     with shown_progress(Console(stderr=True)) as progress:
@@ -109,8 +109,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
             figures = run_cell(cell, [options.attn_implementation, *others], data, where, options)
             if figures["best"] is not None and figures["ratio_best"]["wall"]["median"] < cell.floor:
                 failed.append(f"{cell.title}: {figures['ratio_best']['wall']['median']:.2f} < {cell.floor:g}")
-            figures["commit"] = report["provenance"]["commit"]
-            earlier[cell.title] = figures
+            earlier[cell.title] = {**figures, "commit": report["provenance"]["commit"]}
             report["cells"] = [
                 # dtype and shape are the grid's, and not measured
                 {**earlier[one.title], "dtype": one.dtype, "shape": shape_of(one, data)}
@@ -130,7 +129,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
     return report, failed
 
 
-def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str, dict[str, Any]]:
+def _earlier(output: Path, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if not output.exists():
         return {}
     now, same = report["provenance"], ("versions", "python", "cpu", "cores", "threads", "device")
@@ -145,9 +144,9 @@ def _earlier(output: Path, report: dict[str, Any], overwrite: bool) -> dict[str,
     except (ValueError, KeyError, TypeError) as error:
         changed, cells = [f"{type(error).__name__}: {error}"], {}
         holds = "no report of `adaattn bench`"
-    if changed and not overwrite:
-        raise UsageError(f"output: {output} holds {holds} ({'; '.join(changed)}); give another file, or --overwrite")
-    return {} if changed else cells
+    if changed:
+        raise UsageError(f"output: {output} holds {holds} ({'; '.join(changed)}); give another file, or delete it")
+    return cells
 
 
 def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, options: Options) -> dict[str, Any]:

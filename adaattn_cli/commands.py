@@ -50,8 +50,6 @@ JUDGED = dict(
 
 
 def _check_eval(options: Options) -> None:
-    if options.resume and options.overwrite:
-        raise ValueError("resume: got both --resume and --overwrite, expected one of them")
     if options.resume and options.output_dir is None:
         raise ValueError("resume: got no --output-dir, expected the directory of the interrupted run")
     if options.max_ppl_ratio is not None and not 0 < options.max_ppl_ratio < float("inf"):
@@ -103,12 +101,10 @@ EVAL = Command(
     mask_fraction=Option(float, 1.0, "Masked LMs: share of the tokens that is scored."),
     seed=Option(int, 0, "Seed of that sample."),
     prefix_token=Option(int, None, "Token before each document. Default: BOS, else EOS."),
-    add_bos=Option(bool, None, "Whether the tokenizer adds its special tokens. Default: its own setting."),
     max_ppl_ratio=Option(float, None, "Fail (exit 1) if the one-sided 95 % bound of perplexity over stock's is above "
         "(1.001, say)."),
     output_dir=Option(Path, None, "Directory for journals and reports. Default: a new one under results/eval."),
     resume=Option(bool, False, "Go on with the interrupted run in --output-dir."),
-    overwrite=Option(bool, False, "Begin again where --output-dir has a run."),
     quiet=Option(bool, False, "No progress bar and no table."),
     verbose=Option(bool, False, "Print every row of the report."),
     **LOADING,
@@ -299,7 +295,6 @@ BENCH = Command(
     attn_implementation=Option(str, "adaattn", "The implementation that is timed, such as adaattn or adaattn_sdpa."),
     output=Option(Path, None, "JSON file to write, with a `.md` next to it. Cells in it that this machine and these "
         "versions measured are kept. Default: a new one under results/bench."),
-    overwrite=Option(bool, False, "Start over if another machine or version measured the cells of --output."),
     table=Option(Path, None, "Write the Markdown to this file instead, e.g. BENCHMARKS.md."),
     gate=Option(bool, False, "Exit with 1 if a cell is below its floor, twice.", "--gate/--no-gate"),
     memory=Option(bool, True, "Measure peak memory, too."),

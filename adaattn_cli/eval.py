@@ -84,7 +84,6 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
                 chosen,
                 output=directory / name,
                 resume=options.resume,
-                overwrite=options.overwrite,
                 progress=partial(display, label),
             )
         bounds = result["bounds"] = report.bounds(result, options.max_ppl_ratio)

@@ -33,8 +33,7 @@ def run(options: Options) -> Done:
         "layers": layers,
         "unknown": explanation.unknown,
     }
-    memory = explanation.cache
-    if memory is not None:
+    if (memory := explanation.cache) is not None:
         record["cache"] = {
             "stored": memory.stored, "bytes_per_token": memory.per_token, "bytes_per_sequence": memory.per_sequence,
             "streaming_heads": list(memory.streaming),

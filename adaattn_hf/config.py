@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -11,24 +11,12 @@ import torch
 from .errors import unknown, warn
 
 CONFIG_VERSION = 1
+BUDGETS = {"balanced": 0.001, "exact": 0.0, "fast": 0.01, "long_context": 0.001}
+"""Budgets of the presets by name, as in their files, `configs/*.yaml`, which the kernels of the Hub do not have."""
 
 
 class ConfigError(ValueError):
     """A setting that is unknown or has a value it cannot have."""
-
-
-def _budget_of(preset: str) -> float:
-    """The budget of a preset, by what `use_presets` gave; 0 where nobody did, as in the kernels of the Hub."""
-    return 0.0 if _presets is None or preset == "exact" else _presets(preset)
-
-
-_presets: Callable[[str], float] | None = None
-
-
-def use_presets(budget_of: Callable[[str], float]) -> None:
-    """Lets settings be compared with the preset that they name; it is read when it is first named."""
-    global _presets
-    _presets = budget_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,9 @@ class AdaAttnConfig:
                 "install the version of adaattn_hf that wrote the model, or delete config.adaattn"
             )
         object.__setattr__(self, "budget", float(self.budget))
-        may_spend = _budget_of(self.preset)
+        if self.preset not in BUDGETS:
+            raise ConfigError(unknown("preset", self.preset, BUDGETS))
+        may_spend = BUDGETS[self.preset]
         if may_spend and not self.budget:
             raise ConfigError(
                 f"adaattn.preset: got {self.preset!r} with a budget of 0, expected the settings of that preset, whose "

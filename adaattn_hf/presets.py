@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import resources
-from typing import Any
 
 import yaml
 
@@ -24,17 +22,8 @@ def load_preset(name: str) -> AdaAttnConfig:
     Raises:
         ConfigError: Unknown name; lists the known ones and the nearest.
     """
-    return AdaAttnConfig.from_dict({"preset": name, **_read(name)})
-
-
-def budget_of(name: str) -> float:
-    """The budget that a preset's file names; ConfigError as of `load_preset`."""
-    return float(_read(name).get("budget", 0.0))
-
-
-def _read(name: str) -> Mapping[str, Any]:
     names = preset_names()
     if name not in names:
         raise ConfigError(unknown("preset", name, names))
     text = resources.files("adaattn_hf.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text) or {}
+    return AdaAttnConfig.from_dict({"preset": name, **(yaml.safe_load(text) or {})})

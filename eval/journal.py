@@ -109,8 +109,7 @@ class Journal:
                 self._read(heading)
             else:
                 raise JournalMismatch(
-                    f"output_dir: {self.path} is already there; pass --resume to go on with it, --overwrite to "
-                    "begin again, or another --output-dir"
+                    f"output_dir: {self.path} is already there; pass --resume to go on with it, or another --output-dir"
                 )
         except BaseException:
             self._file.close()
@@ -135,7 +134,7 @@ class Journal:
                     if differing:
                         raise JournalMismatch(
                             f"output_dir: {self.path} belongs to another run ({shown}). Its numbers cannot be mixed "
-                            "with this one's; pass another --output-dir, or --overwrite to begin again"
+                            "with this one's; pass another --output-dir, or delete that file to begin again"
                         )
                     continue
                 try:
@@ -145,7 +144,7 @@ class Journal:
                 except (LookupError, TypeError, ValueError) as error:
                     raise JournalMismatch(
                         f"output_dir: line {number + 1} of {self.path} was not written by this program; delete it and "
-                        "all lines behind to keep the batches before, or pass --overwrite to begin again"
+                        "all lines behind to keep the batches before, or the file to begin again"
                     ) from error
         if good == 0:
             raise JournalMismatch(f"output_dir: {self.path} is no journal of this program; pass another --output-dir")

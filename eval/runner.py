@@ -26,7 +26,6 @@ from adaattn_hf.stats.stopwatch import timed
 
 from . import activation, scoring, summary, tasks, team, timing
 from .corpora import Corpus
-from .journal import NAME as JOURNAL
 from .journal import BatchRecord, Journal
 from .progress import silent
 from .provenance import provenance
@@ -66,12 +65,11 @@ def measure(
     *,
     output: Path | None = None,
     resume: bool = False,
-    overwrite: bool = False,
     progress: Callable[[int, int], object] = silent,
 ) -> Measured:
     """Measure an attention implementation against stock, on the same tokens in the same batches.
 
-    An output directory gets the journal, which `resume` goes on with and `overwrite` begins again, and `report.json`.
+    An output directory gets the journal, which `resume` goes on with, and `report.json`.
     `progress` is told of the scored tokens that are done and of all, at the start and after each batch.
     KeyboardInterrupt is passed on: finished batches are in the journal.
     """
@@ -129,8 +127,6 @@ def measure(
         return {"peak_bytes": most, "counted": how, "batch_shape": list(keywords["input_ids"].shape)}
 
     crew = team.present()
-    if output is not None and overwrite and crew.leads:
-        (output / JOURNAL).unlink(missing_ok=True)
     with Journal(output if crew.leads else None, fingerprint, resume=resume) as journal:
         largest, _ = inputs_of(
             max(batches, key=lambda batch: len(batch) * max(len(windows[w].input_ids) for w in batch))

@@ -36,7 +36,6 @@ class Settings:
     mask_fraction: float = 1.0
     seed: int = 0
     prefix_token: int | None = None
-    add_bos: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.baseline:

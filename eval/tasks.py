@@ -60,8 +60,7 @@ def build(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> Task:
 
 
 def _encoded(checkpoint: Checkpoint, corpus: Corpus, settings: Settings) -> tuple[list[list[int]], bool]:
-    special = settings.add_bos if checkpoint.objective == "causal" else False
-    keywords = {} if special is None else {"add_special_tokens": special}
+    keywords = {} if checkpoint.objective == "causal" else {"add_special_tokens": False}
     left = settings.limit_tokens
     encoded: list[list[int]] = []
     for document in corpus.documents:
@@ -81,7 +80,7 @@ def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: 
     encoded, cut = _encoded(checkpoint, corpus, settings)
     stride, (first, last) = settings.stride or context, special_tokens(checkpoint.tokenizer)
     special = "; the tokenizer adds no special tokens"
-    if settings.add_bos is not False and (first or last):
+    if first or last:
         special = f"; the tokenizer adds {first} before and {last} after each document, which count as its tokens"
     made: list[TokenWindow] = []
     if checkpoint.objective == "masked":
@@ -130,8 +129,8 @@ def _last_words(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, cont
         made = [windows.masked_window(tokenizer, text, context, i, first, last) for i, text in enumerate(texts)]
         how = "all tokens of the last word masked at once"
     else:
-        more = settings.prefix_token, settings.add_bos
-        made = [windows.causal_window(tokenizer, text, context, i, *more) for i, text in enumerate(texts)]
+        prefix = settings.prefix_token
+        made = [windows.causal_window(tokenizer, text, context, i, prefix) for i, text in enumerate(texts)]
         how = "the passage without its last word is the prompt, a space and the last word the target"
     protocol = (
         f"last word of each passage (lambada_openai): {how}; right where the most probable tokens are all "

@@ -176,9 +176,7 @@ def split_passage(passage: str) -> tuple[str, str]:
     return " ".join(words[:-1]), " " + words[-1]
 
 
-def causal_window(
-    tokenizer: Any, passage: str, context: int, document: int, prefix: int | None = None, add_bos: bool | None = None
-) -> TokenWindow:
+def causal_window(tokenizer: Any, passage: str, context: int, document: int, prefix: int | None = None) -> TokenWindow:
     """The window of one passage for a causal LM, tokenised as lm-evaluation-harness does.
 
     The passage is tokenised whole, the prompt alone, and the target is what the whole has beyond the prompt's
@@ -187,9 +185,8 @@ def causal_window(
     prompt, target = split_passage(passage)
     kept = prompt.rstrip()
     target = prompt[len(kept) :] + target
-    keywords: dict[str, Any] = {"verbose": False} | ({} if add_bos is None else {"add_special_tokens": add_bos})
-    whole = tokenizer.encode(kept + target, **keywords)
-    head = tokenizer.encode(kept, **keywords) if kept else []
+    whole = tokenizer.encode(kept + target, verbose=False)
+    head = tokenizer.encode(kept, verbose=False) if kept else []
     if not head:
         whole = tokenizer.encode(target, add_special_tokens=False, verbose=False)
         if prefix is None:

@@ -15,19 +15,12 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from adaattn_hf.backends.select import BACKENDS, may_run_here
-from adaattn_hf.config import use_presets
 
 from .call.interface import attention_function
 from .mask.masks import adaattn_mask
 
 NAMES = MappingProxyType({"adaattn": None, **{f"adaattn_{name}": name for name in BACKENDS}})
 """Maps each `attn_implementation` to the backend that it forces, or to None where one is chosen per kind of call."""
-
-
-def _budget_of(preset: str) -> float:
-    from adaattn_hf.presets import budget_of  # reads a file: when settings first name a preset
-
-    return budget_of(preset)
 
 
 def register(*, impossible: bool = False) -> None:
@@ -39,7 +32,6 @@ def register(*, impossible: bool = False) -> None:
     Args:
         impossible: Register those names, too: to explain what a model would run elsewhere.
     """
-    use_presets(_budget_of)
     for name, backend in NAMES.items():
         if impossible or backend is None or may_run_here(backend):
             AttentionInterface.register(name, attention_function(backend))

@@ -58,7 +58,7 @@ class OutOfTime(Exception):
 class Run:
     """What a calibration keeps, and whom it tells."""
 
-    directory: Path | None = None  # where the state is saved after every sequence, until `state.forget`
+    directory: Path | None = None  # where the state is saved after every sequence, until a plan is written
     resume: bool = False  # go on from the state saved there
     known: CalibrationState | None = None  # risks of an earlier run on the same weights and text, not measured again
     progress: Progress = silent
@@ -80,6 +80,7 @@ class Inputs:
     run: Run = field(default_factory=Run)
     other_source: bool = False  # whether the held-out text comes from another source
     team: team.Team = field(default_factory=team.present)
+    pace: Pace | None = None  # None where nobody asked
     # by sequence and seed, what exact attention makes of its windows: all plans that are compared on it share that
     states: dict[tuple[TokenSequence, int | None], list[Tensor]] = field(default_factory=dict)
     # by the tokens of a haystack, which of its needles exact attention finds

@@ -33,7 +33,7 @@ from . import fisher, pricing
 from .inputs import FORETOLD, Inputs, Pace, Run, cut, seconds_at, stages
 from .layers import Layers, Measurement, launch_label, observe_layers, unit_prices
 from .memory import forecast, room_for
-from .state import CalibrationState, forget
+from .state import FILE, CalibrationState
 
 
 def pace_of(inputs: Inputs) -> Pace:
@@ -63,14 +63,15 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
     run, settings = inputs.run, inputs.settings
     if run.expect is not silent and settings.lengths[-1] > FORETOLD:
         run.progress("estimate", 0, 1)
-        seconds = stages(pace_of(inputs), settings, inputs.team.size)
+        inputs = replace(inputs, pace=(pace := pace_of(inputs)))
+        seconds = stages(pace, settings, inputs.team.size)
         run.progress("estimate", 1, 1)
         run.expect(seconds if run.known is None else {**seconds, "risk": 0.0})
     try:
         return _measurement(inputs, prices)
     except ValueError:  # a refusal leaves nothing behind that other arguments would have to go on with
         if run.directory is not None and not run.resume:
-            forget(run.directory)
+            (run.directory / FILE).unlink(missing_ok=True)
         raise
 
 

@@ -83,7 +83,8 @@ def whole_passes(inputs: Inputs, bound_layers: Mapping[int, BoundLayer]) -> Iter
 
     def faster(length: int, tokens: Tensor, past: Any = None) -> Benefit:
         rows, step = len(tokens), past is not None
-        inputs.refuse_late(together=False)
+        foretold = inputs.pace["pair"][length] * rows if inputs.pace and not step else 0.0
+        inputs.refuse_late(together=False, seconds=foretold)
         calls = {name: partial(passed, tap, tokens, past) for name, tap in taps.items()}
         cuda = tokens.is_cuda
         first = [one for (one,) in in_turn(calls, tokens.device, 1).values()]

@@ -115,7 +115,6 @@ def test_what_a_polite_kill_interrupts_can_go_on(
     (("--data", "{pages}", "--max-ppl-ratio", "nan"), 2, "max_ppl_ratio: got nan, expected a ratio"),
     (("--data", "{pages}", "--output-dir", f"{__file__}/out"), 2, "cannot be made"),
     (("--data", "{pages}", "--resume"), 2, "no --output-dir"),
-    (("--data", "{pages}", "--resume", "--overwrite"), 2, "both"),
     (("--data", "{pages}", "--data", "{pages}"), 2, "different names"),
     (("--data", "{pages}", "--objective", "seq2seq"), 2, "Invalid value for '--objective'"),
     (("--data", "{passages}", "--limit-tokens", "9"), 2, "--limit-docs"),
@@ -162,12 +161,12 @@ def test_rolling_needs_a_prefix(llama: Path, texts: Path, tmp_path: Path, monkey
     tokenizer = tf.AutoTokenizer.from_pretrained(llama)
     tokenizer.bos_token = tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    data = ("--data", texts / "plain.txt", "--tokenizer", tmp_path / "tokenizer", "--output-dir", tmp_path / "out")
+    data = ("--data", texts / "plain.txt", "--tokenizer", tmp_path / "tokenizer", "--output-dir")
     with monkeypatch.context() as without:
         without.delattr(tf.AutoModelForCausalLM, "from_pretrained")
-        evaluate(llama, *data, code=2, says="--prefix-token")
-    evaluate(llama, *data, "--prefix-token", 1)
-    evaluate(llama, *data, "--windows", "strided", "--overwrite")
+        evaluate(llama, *data, tmp_path / "rolling", code=2, says="--prefix-token")
+    evaluate(llama, *data, tmp_path / "rolling", "--prefix-token", 1)
+    evaluate(llama, *data, tmp_path / "strided", "--windows", "strided")
 
 
 def test_help_states_the_exit_codes() -> None:

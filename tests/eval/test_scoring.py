@@ -133,8 +133,8 @@ def test_strided_windows_are_the_loop_of_transformers(llama: Path, stride: int) 
     """Its documentation's page on perplexity, written out: the loss of each window times what it scores."""
     context, loaded = 16, checkpoint.load(llama, dtype="float32", device="cpu")
     corpus = corpora.text_corpus(["the lamp and the keeper of the light " * 5], "here", "x")
-    task = tasks.build(loaded, corpus, Settings(windows="strided", context=context, stride=stride, add_bos=False))
-    ids = torch.tensor([loaded.tokenizer.encode(corpus.documents[0].text, add_special_tokens=False)])
+    task = tasks.build(loaded, corpus, Settings(windows="strided", context=context, stride=stride))
+    ids = torch.tensor([loaded.tokenizer.encode(corpus.documents[0].text)])
     loaded.model.set_attn_implementation("eager")
     total, count, before = 0.0, 0, 0
     for begin in range(0, ids.shape[1], stride):
@@ -150,7 +150,7 @@ def test_strided_windows_are_the_loop_of_transformers(llama: Path, stride: int) 
         if end == ids.shape[1]:
             break
     assert sum(len(window.targets) for window in task.windows) == count > 40
-    found = measured(llama, corpus, windows="strided", context=context, stride=stride, add_bos=False).scores.nll
+    found = measured(llama, corpus, windows="strided", context=context, stride=stride).scores.nll
     assert found.shape[1] == count
     for arm in found:
         assert arm.sum() == pytest.approx(total, rel=1e-6)
@@ -167,15 +167,14 @@ def test_totals_are_their_definitions() -> None:
     assert totals(1e6, 1)["perplexity"] == math.inf
 
 
-@pytest.mark.parametrize("add_bos", [True, False])
-def test_special_tokens_are_asked_for_or_left_out(bert: Path, add_bos: bool) -> None:
+def test_special_tokens_count_as_a_documents(bert: Path) -> None:
     loaded = checkpoint.load(bert, device="cpu")
     assert special_tokens(loaded.tokenizer) == ([2], [3])
     corpus = corpora.text_corpus(["the lamp and the keeper"], "here", "x")
     causal = checkpoint.Checkpoint("x", loaded.model, loaded.tokenizer, "causal")
-    task = tasks.build(causal, corpus, Settings(windows="strided", add_bos=add_bos))
-    assert (task.windows[0].input_ids[0] == 2) == add_bos
-    assert ("no special tokens" in task.protocol) != add_bos
+    task = tasks.build(causal, corpus, Settings(windows="strided"))
+    assert task.windows[0].input_ids[0] == 2
+    assert "the tokenizer adds [2] before and [3] after each document" in task.protocol
 
 
 def test_the_token_budget_ends_between_documents(loaded: checkpoint.Checkpoint) -> None:

@@ -24,8 +24,8 @@ def bench(model: Any, length: int, *, steps: bool = False, **settings: Any) -> A
     asked = CalibrationSettings(**{"rounds": 2} | settings)
     return SimpleNamespace(
         arms=SimpleNamespace(model=model, tokens=lambda _: ids), samples={length: sample},
-        windows=lambda _: [None], settings=asked, run=Run(), refuse_late=lambda together, seconds=0.0: None,
-        scoring=SimpleNamespace(generates=steps),
+        windows=lambda _: [None], settings=asked, run=Run(), refuse_late=lambda together, seconds: None,
+        pace={"pair": {length: 7.0}}, scoring=SimpleNamespace(generates=steps),
     )  # fmt: skip
 
 
@@ -102,3 +102,4 @@ def test_passes_that_the_minutes_have_no_room_for_are_not_begun(clock: Any) -> N
     with pytest.raises(OutOfTime):
         found.extend(benefit.whole_passes(late, {}))
     assert [one.step for one in found] == [False], "what was timed before stays"
+    assert late.refuse_late.call_args_list[0].kwargs["seconds"] == 7.0, "both passes, as they were foretold"

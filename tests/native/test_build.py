@@ -45,20 +45,29 @@ for last; do :; done; [ "$last" = --version ] || echo > "$last"
 
 @pytest.mark.parametrize("named", ["/nonexistent/c++", "false", FULL, "#!/nonexistent\n"])
 def test_a_build_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
-    """Neither the library of an earlier build, nor an instruction set for which there was no room."""
+    """Neither the library of an earlier build of these sources, nor an instruction set for which there was no room."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     old, script = tmp_path / build.NAME, tmp_path / "c++"
     old.write_bytes(b"old")
     script.write_text(named)
     script.chmod(0o700)
     monkeypatch.setenv("CXX", str(script) if named.startswith("#!") else named)
+    sources = shutil.copytree(build.SOURCES, tmp_path / "src")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    assert "earlier build" not in str(build.build(tmp_path)["reason"])
+    assert not old.exists(), "nobody knows what it was made of"
+    (tmp_path / build.REPORT).write_text(json.dumps(build.build(tmp_path)))
+    old.write_bytes(b"old")
     report = build.build(tmp_path)
     assert (report["built"], report["levels"], old.read_bytes()) == (False, [], b"old")
     assert "the library of an earlier build stays" in str(report["reason"])
     assert ("the compiler failed" in str(report["reason"])) == (named in ("false", FULL))
-    assert {one.name for one in tmp_path.iterdir()} <= {build.NAME, build.REPORT, "c++"}
+    assert {one.name for one in tmp_path.iterdir()} <= {build.NAME, build.REPORT, "c++", "src"}
     reason = str(build.build(old / "below")["reason"])
     assert re.search("Not a directory.* run `python -m adaattn_hf.backends.native`", reason)
+    (sources / "rows.hpp").write_text("// changed")
+    assert "earlier build" not in str(build.build(tmp_path)["reason"])
+    assert not old.exists(), "it computes what other sources say"
 
 
 def test_a_platform_without_a_build_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -150,9 +151,14 @@ def test_what_takes_a_model_takes_its_revision_and_code() -> None:
 def test_ctrl_c_before_there_is_a_command_leaves_no_traceback(
     word: str, handler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(application, "run", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(application, "run", Mock(side_effect=[None, KeyboardInterrupt]))
     monkeypatch.setattr(sys, "argv", ["adaattn", word])
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook, before = sys.unraisablehook, signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    thread = threading.Thread(target=adaattn_cli.main)
+    thread.start()
+    thread.join()
+    assert sys.unraisablehook is hook, "the process belongs to whoever has the main thread"
     with pytest.raises(SystemExit) as end:
         adaattn_cli.main()
     assert (end.value.code, signal.signal(signal.SIGINT, before)) == (130, handler)

@@ -10,6 +10,7 @@ import torch
 import adaattn_hf
 from adaattn_hf import AdaAttnConfig, ConfigError, PlanError
 from adaattn_hf.calibration.pricing import machine
+from adaattn_hf.config import BUDGETS
 
 from ..support.choices import make_choice
 from ..support.models import fresh_pair, tokens
@@ -34,7 +35,7 @@ def test_a_setting_without_effect_says_so_when_the_model_runs(settings: Any, say
 
 def test_presets_are_settings_and_rise_in_what_they_may_spend() -> None:
     presets = [adaattn_hf.load_preset(name) for name in adaattn_hf.preset_names()]
-    assert [preset.preset for preset in presets] == ["balanced", "exact", "fast", "long_context"]
+    assert {preset.preset: preset.budget for preset in presets} == BUDGETS
     assert all(AdaAttnConfig.from_dict(preset.to_dict()) == preset for preset in presets)
     balanced, exact, fast, _ = presets
     assert 0.0 == exact.budget < balanced.budget < fast.budget

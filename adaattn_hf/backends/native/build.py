@@ -1,12 +1,11 @@
 """Compiles the native library with whatever C++ compiler there is; never raises for want of one, or of room.
 
-Uses the standard library alone, so that the package's build can load this file before anything is installed. To build
-(again) in an installed package: `python -m adaattn_hf.backends.native`.
+Uses the standard library alone: the package's build loads it. To build again: `python -m adaattn_hf.backends.native`.
 """
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import os
 import platform
@@ -22,7 +21,7 @@ from pathlib import Path
 NAME = "libadaattn.so"
 REPORT = "build_report.json"
 AGAIN = "run `python -m adaattn_hf.backends.native`"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = ("No space left on device", "quota exceeded")
 SOURCES = Path(__file__).parent / "src"
 # no -march=native (wheels travel) and no -ffast-math (infinities and NaN have a meaning here)
 FLAGS = [
@@ -40,9 +39,7 @@ def levels(machine: str) -> dict[str, list[str]]:
         bf16 = [*_AVX512, "-mavx512bf16", "-mavx512vnni"]
         amx = [*bf16, "-mamx-tile", "-mamx-bf16"]
         return {"portable": [], "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": bf16, "amx": amx}
-    if machine in ("aarch64", "arm64"):
-        return {"portable": [], "neon": []}
-    return {"portable": []}
+    return {"portable": [], "neon": []} if machine in ("aarch64", "arm64") else {"portable": []}
 
 
 def compiler() -> list[str] | None:
@@ -56,17 +53,21 @@ def compiler() -> list[str] | None:
 
 
 def build(target: Path, extra: Sequence[str] = ()) -> dict[str, object]:
-    """Compiles the library or leaves the one in `target`; reports `built`, `reason` (why not), `compiler`, `levels`."""
-    report: dict[str, object] = {"built": False, "reason": "", "compiler": "", "levels": []}
-    stays = "; the library of an earlier build stays" if os.path.isfile(target / NAME) else ""
+    """Compiles the library or leaves that of these sources; reports `built`, `reason` if not, `compiler`, `levels`."""
+    sources = hashlib.sha256(b"".join(one.read_bytes() for one in sorted(SOURCES.iterdir()))).hexdigest()
+    report: dict[str, object] = {"built": False, "reason": "", "compiler": "", "levels": [], "sources": sources}
+    made, said, stays = target / NAME, target / REPORT, ""
     try:
         target.mkdir(parents=True, exist_ok=True)
+        if not (said.is_file() and sources.encode() in said.read_bytes()):
+            made.unlink(missing_ok=True)  # calls would not tell what it computes from what these sources do
+        stays = "; the library of an earlier build stays" if made.is_file() else ""
         with tempfile.TemporaryDirectory(prefix=".build.", dir=target) as scratch:
             if reason := _compile(Path(scratch), extra, report):
                 report["reason"] = reason + stays
             Path(scratch, REPORT).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-            for name in (REPORT,) if reason else (NAME, REPORT):
-                os.replace(Path(scratch, name), target / name)
+            for path in (said,) if reason else (made, said):
+                os.replace(Path(scratch, path.name), path)
     except OSError as error:
         needs = f"expected a compiler that starts, and room in a directory that can be written, {target}"
         report |= {"built": False, "levels": [], "reason": f"got {error}, {needs}; see to that and {AGAIN}{stays}"}
@@ -78,8 +79,7 @@ def _compile(scratch: Path, extra: Sequence[str], report: dict[str, object]) -> 
     if sys.platform not in ("linux", "darwin"):
         return f"no build for the platform {sys.platform!r}; Linux and macOS have one"
     if (command := compiler()) is None:  # a system that has no build is not asked for one
-        named = os.environ.get("CXX")
-        where = f"CXX={named!r} names none" if named else "none of c++, g++ and clang++ was found"
+        where = f"CXX={named!r} names none" if (named := os.environ.get("CXX")) else "there is no c++, g++ or clang++"
         return f"no C++ compiler ({where}); install one and {AGAIN}"
 
     def run(*arguments: str) -> tuple[str, str]:
@@ -102,7 +102,7 @@ def _compile(scratch: Path, extra: Sequence[str], report: dict[str, object]) -> 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         errors = dict(zip(objects, pool.map(compile_level, objects), strict=True))
     for name, error in errors.items():  # a level is left out for what the compiler is, not for the room there is
-        if error and (name in ("dispatch", "portable") or any(os.strerror(one) in error for one in NO_ROOM)):
+        if error and (name in ("dispatch", "portable") or any(one in error for one in NO_ROOM)):
             return f"the compiler failed on {name}: {error[-600:]}"
     for name in (one for one in targets if errors[one]):
         run(*base, f"-DADA_TABLE=ada_kernels_{name}", "-DADA_ABSENT", "-c", kernels, "-o", objects[name])
