@@ -71,8 +71,7 @@ def _packed_positions(captured: dict[str, Any]) -> MaskFields | None:
         return None
     if "chunk" in inner:  # by positions, while a structure's count from a document's first key
         positions = captured["position_ids"]
-        begins = torch.ones_like(positions, dtype=torch.bool)
-        begins[:, 1:] = positions.diff() != 1
+        begins = torch.nn.functional.pad(positions.diff() != 1, (1, 0), value=True)
         if (positions[begins] % inner["chunk"]).any():
             return None
     return inner
