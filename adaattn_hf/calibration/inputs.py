@@ -35,8 +35,9 @@ from .state import CalibrationState
 
 FORETOLD = 256
 """Sequences of no more tokens soon tell by themselves how long a calibration takes."""
-SHORTEST, PARTS = 128, 8
-"""Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work."""
+SHORTEST, PARTS, BRIEF = 128, 8, 1.0
+"""Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work.
+Steps that take fewer seconds together are timed on longer ones, too: on short ones a GPU waits for the host."""
 SEARCHED, CANDIDATES = 5, 4
 """Whole plans that are foretold on calibration text, and on held-out text: one to eight come, with less than half to
 about twice the time of so many."""
@@ -300,10 +301,13 @@ def seconds_at(
 
     Those of two short sequences take turns, twice: the first run compiles, finds memory, or waits for weights.
     """
-    fewer = max(SHORTEST, lengths[-1] // PARTS)
-    more = min(2 * fewer, lengths[-1])
-    calls = {(name, tokens): call for tokens in (fewer, more) for name, call in steps(tokens).items()}
-    least = {key: min(one.wall for one in runs) for key, runs in in_turn(calls, device, 2).items()}
+    more = max(SHORTEST, lengths[-1] // PARTS)
+    while True:
+        fewer, more = more, min(2 * more, lengths[-1])
+        calls = {(name, tokens): call for tokens in (fewer, more) for name, call in steps(tokens).items()}
+        least = {key: min(one.wall for one in runs) for key, runs in in_turn(calls, device, 2).items()}
+        if more == lengths[-1] or sum(seconds for (_, tokens), seconds in least.items() if tokens == more) > BRIEF:
+            break
     found: dict[str, dict[int, float]] = {}
     for name in dict.fromkeys(name for name, _ in calls):
         short, long = least[name, fewer], least[name, more]

@@ -617,27 +617,28 @@ def test_the_time_left_is_that_of_the_stage(monkeypatch: pytest.MonkeyPatch) -> 
     assert progress.line() == "verify 128: 0 % after 400 s"
 
 
-@pytest.mark.parametrize(
-    ("per_token", "per_pair", "once"), [(1e-3, 0.0, 0.0), (1e-4, 1e-6, 0.0), (0.0, 0.0, 0.5), (1e-4, 0.0, 0.2)]
-)
+@pytest.mark.parametrize("cost", [
+    lambda n: 1e-3 * n, lambda n: 1e-4 * n + 1e-6 * n**2, lambda n: 0.5, lambda n: 1e-4 * n + 0.2,
+    lambda n: max(0.3, 5e-5 * n),  # a GPU waits for the host on short ones
+])  # fmt: skip
 def test_long_sequences_are_foretold_by_short_ones(
-    per_token: float, per_pair: float, once: float, monkeypatch: pytest.MonkeyPatch
+    cost: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, clock = list[int](), [0.0]
 
     def steps(tokens: int) -> dict[str, Callable[[], None]]:
         def run() -> None:
             asked.append(tokens)
-            clock[0] += per_token * tokens + per_pair * tokens**2 + once + 60.0 * (len(asked) == 1)  # to read weights
+            clock[0] += cost(tokens) + 60.0 * (len(asked) == 1)  # to read weights
 
         return {"pair": run, "none": lambda: None}
 
     monkeypatch.setattr("adaattn_hf.stats.stopwatch.time.perf_counter", lambda: clock[0])
     found = seconds_at((4096, 16384), torch.device("cpu"), steps)
     for length, seconds in found["pair"].items():
-        assert seconds == pytest.approx(per_token * length + per_pair * length**2 + once, rel=0.01)
+        assert seconds == pytest.approx(cost(length), rel=0.01 if length == 16384 else 0.4)
     assert set(found["none"].values()) == {0.0}
-    assert max(asked) <= 4096, "the longest sequences are not run"
+    assert max(asked) <= 4096 or cost(max(asked) // 2) < 1.0, "the longest sequences are run where they are brief"
 
 
 def test_before_anything_is_measured_it_is_said_how_long_it_takes_what_shortens_it_and_what_is_kept() -> None:
