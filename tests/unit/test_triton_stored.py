@@ -143,7 +143,7 @@ def test_shares_of_heads_with_windows_of_their_own(bits: int) -> None:
 @pytest.mark.parametrize("per_head", [rules((300, 0), (7, 0)), None], ids=["windows", "exact"])
 def test_a_graph_merges_heads_side_by_side(per_head: Any, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a launch of its own in place of one that sets counters to zero; of few keys there is nothing to merge."""
-    merge, launches = step.combine, list[tuple[int, ...]]()
+    merge, launches = decode.combine, list[tuple[int, ...]]()
 
     def noting(grid: tuple[int, ...], *more: Any) -> None:
         launches.append(grid)
