@@ -48,7 +48,7 @@ class BuildPy(build_py):
             build_native(Path(__file__).parent / PLACE)
             return
         place = Path(self.build_lib) / PLACE
-        (place / native["NAME"]).unlink(missing_ok=True)  # of an earlier build, from other sources
+        (place / native["NAME"]).unlink(missing_ok=True)  # of an earlier build: a wheel holds what this one compiles
         build_native(place)
 
 

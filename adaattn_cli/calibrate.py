@@ -12,7 +12,7 @@ from rich.console import Console
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration.inputs import OutOfTime, Run, open_inputs, refuse_longer
 from adaattn_hf.calibration.measure import measure
-from adaattn_hf.calibration.state import FILE, kept_in
+from adaattn_hf.calibration.state import forget, kept_in
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.eval import team as processes
 from adaattn_hf.eval.objectives import Objective
@@ -156,5 +156,5 @@ def calibrated(
         for show in shown:
             show()
     if team.leads:
-        (job.target / FILE).unlink(missing_ok=True)
+        forget(job.target)
     return worst, results if several else next(iter(results.values()))

@@ -80,11 +80,11 @@ def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:
             of_queries = _document_runs(structure.on_host(structure.q_segments))
         if of_keys is None or of_queries is None:
             return None
-        # either may be one row for the whole batch
+        rows = max(len(of_queries), len(of_keys))  # either may be one row for the whole batch
+        of_queries, of_keys = (runs * rows if len(runs) == 1 else runs for runs in (of_queries, of_keys))
         documents = [
-            [(queries[number], run) for number, run in of_keys[row % len(of_keys)].items() if number in queries]
-            for row in range(max(len(of_queries), len(of_keys)))
-            for queries in (of_queries[row % len(of_queries)],)
+            [(queries[number], run) for number, run in keys.items() if number in queries]
+            for queries, keys in zip(of_queries, of_keys, strict=True)
         ]
     for row in range(structure.batch):
         low, high = (0, kv_len) if real is None else real[row]

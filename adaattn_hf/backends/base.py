@@ -139,11 +139,14 @@ def derived_on(structure: MaskStructure, device: torch.device, make: Callable[..
     if capturing(device):
         return make(structure, device, *arguments)
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-    key = (make, stream, device, *arguments)
-    if key not in structure.made:
-        structure.made[key] = make(structure, device, *arguments)
-    made: Made = structure.made[key]
+    made: Made = structure.cached(_made_on_stream, stream, make, device, *arguments)
     return made
+
+
+def _made_on_stream(
+    structure: MaskStructure, stream: int, make: Callable[..., Made], device: torch.device, *arguments: Any
+) -> Made:
+    return make(structure, device, *arguments)
 
 
 def zero_output(call: AttentionCall) -> AttentionResult:

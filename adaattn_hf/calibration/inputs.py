@@ -302,9 +302,11 @@ def seconds_at(
     Those of two short sequences take turns, twice: the first run compiles, finds memory, or waits for weights.
     """
     more = max(SHORTEST, lengths[-1] // PARTS)
+    prepared = {more: steps(more)}
     while True:
         fewer, more = more, min(2 * more, lengths[-1])
-        calls = {(name, tokens): call for tokens in (fewer, more) for name, call in steps(tokens).items()}
+        prepared = {fewer: prepared[fewer], more: steps(more)}
+        calls = {(name, tokens): call for tokens, of in prepared.items() for name, call in of.items()}
         least = {key: min(one.wall for one in runs) for key, runs in in_turn(calls, device, 2).items()}
         if more == lengths[-1] or sum(seconds for (_, tokens), seconds in least.items() if tokens == more) > BRIEF:
             break

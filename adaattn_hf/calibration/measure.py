@@ -33,7 +33,7 @@ from . import fisher, pricing
 from .inputs import FORETOLD, Inputs, Pace, Run, cut, seconds_at, stages
 from .layers import Layers, Measurement, launch_label, observe_layers, unit_prices
 from .memory import forecast, room_for
-from .state import FILE, CalibrationState
+from .state import CalibrationState, forget
 
 
 def pace_of(inputs: Inputs) -> Pace:
@@ -71,7 +71,7 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
         return _measurement(inputs, prices)
     except ValueError:  # a refusal leaves nothing behind that other arguments would have to go on with
         if run.directory is not None and not run.resume:
-            (run.directory / FILE).unlink(missing_ok=True)
+            forget(run.directory)
         raise
 
 

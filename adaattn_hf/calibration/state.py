@@ -192,6 +192,11 @@ def kept_in(directory: Path) -> Path | None:
     return path if (path := directory / FILE).is_file() else None
 
 
+def forget(directory: Path) -> None:
+    """Removes what is kept of a calibration whose plan is written."""
+    (directory / FILE).unlink(missing_ok=True)
+
+
 @dataclass
 class Moments:
     """What pass zero finds, by layer index."""

@@ -61,7 +61,7 @@ def structures(draw: st.DrawFn, batch: int, q_len: int, kv_len: int) -> MaskStru
         rules["q_offset"] = 0
         edges = torch.rand(1, kv_len, generator=generator(draw(st.integers(0, 99)))) > 0.7
         rules["k_segments"] = rules["q_segments"] = edges.long().cumsum(1).expand(draw(st.sampled_from([1, batch])), -1)
-        if draw(st.booleans()):  # of queries by row, of keys alike in all rows, or the other way about
+        if draw(st.booleans()):  # said by row of queries and once of keys, or the other way about
             rules["q_segments"] = edges.long().cumsum(1).expand(draw(st.sampled_from([1, batch])), -1)
         if draw(st.booleans()):  # in chunks, and cut short by padding on the left
             rules["chunk"] = draw(st.integers(1, kv_len))
