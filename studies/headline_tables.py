@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adaattn_hf.errors import UsageError
@@ -25,15 +25,15 @@ def kept(report: Mapping[str, Any]) -> str:
     return "\n".join(table(head, lines)[:-1])
 
 
-def rates(report: Mapping[str, Any], search: str) -> str:
-    """The README's line on the plans of one commit of the search, over all models and budgets."""
-    groups = {key: own for key, own in _searched(report).items() if key[2] == search}
+def rates(report: Mapping[str, Any], searches: Sequence[str]) -> str:
+    """The README's line on the plans of some commits of the search, over all models and budgets."""
+    groups = {key: own for key, own in _searched(report).items() if key[2] in searches}
     found, inside, bound = _counts([row for own in groups.values() for row in own])
     models = " and ".join(sorted({NAMES[model] for model, _, _ in groups}))
     budgets = " or ".join(sorted({percent(nats) for _, nats, _ in groups}))
     return (
-        f"* {models}, {budgets}, bfloat16, commit {search}: {found} calibrations found a plan; on unseen text the "
-        f"measured rise was within budget for {inside}, its 95 % upper bound for {bound}."
+        f"* {models}, {budgets}, bfloat16, commits {' and '.join(searches)}: {found} calibrations found a plan; on "
+        f"unseen text the measured rise was within budget for {inside}, its 95 % upper bound for {bound}."
     )
 
 

@@ -49,7 +49,8 @@ def together(model: Any, prompts: list[list[int]], new: int = NEW, engine: Any =
     found = model.generate_batch(
         inputs=prompts, generation_config=settings, continuous_batching_config=engine, progress_bar=False
     ).values()
-    assert not [answer.error for answer in found if answer.error]
+    for error in filter(None, (answer.error for answer in found)):
+        raise ValueError(error)  # some versions note in the answers what a step raised
     return [answer.generated_tokens for answer in found]
 
 
