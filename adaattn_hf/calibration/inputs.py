@@ -38,9 +38,9 @@ FORETOLD = 256
 SHORTEST, PARTS, BRIEF = 128, 8, 1.0
 """Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work.
 Steps that take fewer seconds together are timed on longer ones, too: on short ones a GPU waits for the host."""
-SEARCHED, CANDIDATES = 5, 4
-"""Whole plans that are foretold on calibration text, and on held-out text: one to eight come, with less than half to
-about twice the time of so many."""
+SEARCHED, CANDIDATES = 6, 6
+"""Whole plans that are foretold on calibration text, and on held-out text: mostly all that there are, and a first one
+that fails ends it early."""
 LEAST_HELD_OUT = 6
 """Held-out sequences that a verification makes do with where the text is short."""
 STATES = 1 << 30
