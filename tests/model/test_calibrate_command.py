@@ -38,11 +38,11 @@ from adaattn_hf.policy.prices import Price
 
 from ..support.calibration import price_table
 from ..support.command import adaattn
-from ..support.interrupting import failing, interrupted
+from ..support.interrupting import failing
 from ..support.processor import ROUNDS_BF16
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
-LENGTH = 192
+LENGTH = 96
 
 
 @pytest.fixture(scope="module")
@@ -545,21 +545,16 @@ def test_wrong_arguments_end_with_code_2(model: Path, run: Run, more: tuple[str,
 
 
 def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
-    model: Path, made: Path, run: Run, material: tuple[str, str]
+    model: Path, made: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--budget", "1%", "--threads", "1")
-    threads = torch.get_num_threads()
-    try:
-        words = arguments(model, material[0], SIZE, "--in-place --prices", material[1])
-        process = interrupted([*words, *options], model / FILE, stop=signal.SIGTERM)
-        said = process.stderr
-        assert process.returncode == 130, said
-        assert "Loading weights" not in said  # no bars where nobody sees them grow
-        assert f"what is measured is kept in {model}; the same command with --resume goes on" in said
-        assert (model / FILE).is_file()
-        run(model, *options, "--resume")
-    finally:
-        torch.set_num_threads(threads)
+    killed, before = lambda: signal.raise_signal(signal.SIGTERM), signal.getsignal(signal.SIGTERM)
+    says = f"what is measured is kept in {model}; the same command with --resume goes on"
+    with monkeypatch.context() as planted:
+        planted.setattr(fisher, "measure", failing(fisher.measure, 3, killed))
+        run(model, "--budget", "1%", code=130, says=says)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (model / FILE).is_file()
+    run(model, "--budget", "1%", "--resume")
     assert (model / "adaattn_plan.json").read_bytes() == (made / "adaattn_plan.json").read_bytes()
 
 
@@ -663,7 +658,7 @@ def test_what_is_foretold_is_told_before_the_first_pass(model: Path, run: Run, t
 def test_risks_are_kept_as_they_are_measured_and_said_to_be_kept_only_then(
     model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, size = tmp_path / "plan", SIZE.replace(f"--lengths {LENGTH}", f"--lengths 160,{LENGTH}")
+    plan, size = tmp_path / "plan", SIZE.replace(f"--lengths {LENGTH}", f"--lengths 48,{LENGTH}")
 
     def go(*more: object, to: Path = plan, code: int | tuple[int, ...] = (0, BUDGET_NOT_MET), says: str = "") -> None:
         run(model, *more, "--output-dir", to, size=size, priced=False, code=code, says=says)
@@ -681,7 +676,7 @@ def test_risks_are_kept_as_they_are_measured_and_said_to_be_kept_only_then(
     assert not list(plan.glob("*partial*"))
     go(to=tmp_path / "whole")
     with np.load(plan / RISKS_FILE) as resumed, np.load(tmp_path / "whole" / RISKS_FILE) as whole:
-        for name in (f"{part}.{length}" for part in ("total", "dropped") for length in (160, LENGTH)):
+        for name in (f"{part}.{length}" for part in ("total", "dropped") for length in (48, LENGTH)):
             assert np.array_equal(resumed[name], whole[name])
     (plan / FILE).write_bytes(b"no state")
     go("--resume", code=2, says="is no whole state of a calibration; delete it")

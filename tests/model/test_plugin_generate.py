@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import StaticCache
 
 from ..support.models import DECODERS, ENCODER_DECODERS, assert_same, padding, pair, tokens
 from ..support.versions import skip_what_stock_cannot
@@ -61,29 +60,3 @@ def test_sampling_with_a_seed_equals_eager(name: str) -> None:
 def test_encoder_decoder_generation_equals_eager(name: str) -> None:
     skip_what_stock_cannot(name)
     assert_generates_the_same(name, padding("right"))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_pieces_with_a_static_cache_equal_the_whole(name: str) -> None:
-    """Prefill in two pieces of unlike length, then single tokens: the same logits as in one pass."""
-    _, ours = pair(name)
-    ids, cache = tokens(), StaticCache(config=ours.config, max_cache_len=16)
-    with torch.no_grad():
-        whole = ours(input_ids=ids, use_cache=False).logits
-        pieces, start = [], 0
-        for length in (4, 5, 1, 1):
-            piece = ids[:, start : start + length]
-            positions = torch.arange(start, start + length)[None].expand(len(ids), -1)
-            pieces.append(ours(input_ids=piece, past_key_values=cache, position_ids=positions).logits)
-            start += length
-    assert start == ids.shape[1]
-    assert_same(whole, torch.cat(pieces, dim=1))
-
-
-def test_a_later_call_may_use_another_length_of_cache() -> None:
-    """What one call remembers of its mask does not reach into the next."""
-    stock, ours = pair("llama")
-    for length in (11, 5, 8):
-        given = {"input_ids": tokens(length=length), "attention_mask": padding("left", length=length)}
-        with torch.no_grad():
-            assert_same(stock(**given).logits, ours(**given).logits, given["attention_mask"])

@@ -1,5 +1,6 @@
-"""`accelerate launch` with two processes makes the plan of one, byte for byte."""
+"""`accelerate launch` with two processes makes the plan of one, byte for byte, and measures the report of one."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -37,19 +38,26 @@ def test_each_of_several_processes_takes_a_gpu_unless_a_device_is_named(
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_plan_of_one(tmp_path: Path) -> None:
+def test_two_processes_make_the_plan_and_the_report_of_one(tmp_path: Path) -> None:
     text, prices = tmp_path / "text.txt", tmp_path / "prices.json"
     text.write_text("\n\n".join(calibration_pages()[:14]), encoding="utf-8")
     prices.write_text(price_table(LENGTH, {"exact": Price(1e-4, 1.0), "bf16": Price(1e-4, 0.5)}).to_json())
     sizes = f"--lengths {LENGTH} --sequences 3 --rows 16 --labels 1 --joint 3 --held-out 5"
-    words = f"--in-place --budget 1% --families bf16 {sizes} --threads 1 --device cpu"
-    options = ["--data", str(text), "--prices", str(prices), *words.split()]
-    models = [Path(shutil.copytree(demo_model_path("llama"), tmp_path / n / "model")) for n in ("one", "two")]
-    two = launched(["calibrate", str(models[1]), *options], tmp_path)
-    adaattn("calibrate", models[0], *options)
+    given = f"--data {text} --threads 1 --device cpu"
+    makes = f"{given} --prices {prices} --in-place --budget 1% --families bf16 {sizes}".split()
+    measures = f"{demo_model_path('llama')} {given} --context 64 --limit-tokens 900 --batch-size 1 --output-dir".split()
+    places = [tmp_path / name for name in ("one", "two")]
+    models = [Path(shutil.copytree(demo_model_path("llama"), place / "model")) for place in places]
+    two = launched([["calibrate", str(models[1]), *makes], ["eval", *measures, str(places[1])]], tmp_path)
+    adaattn("calibrate", models[0], *makes)
+    adaattn("eval", *measures, places[0])
     said, errors = two.communicate(timeout=600)
     assert two.returncode == 0, errors
-    assert said.count("held-out text)") == 1  # one of them speaks
+    assert said.count("held-out text)") == said.count("reports: ") == 1, "one of them speaks"
     plans = [(model / "adaattn_plan.json").read_bytes() for model in models]
     assert plans[0] == plans[1]
     assert b'"bf16"' in plans[0]
+    reports = [json.loads((place / "text" / "report.json").read_text()) for place in places]
+    assert reports[0]["quality"] == reports[1]["quality"]
+    journals = [(place / "text" / "journal.jsonl").read_text().splitlines() for place in places]
+    assert len(journals[0]) == len(journals[1]) > 10

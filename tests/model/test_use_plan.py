@@ -189,10 +189,10 @@ def test_a_graph_is_refused_while_a_block_is_open(small: Case, first: str) -> No
     if first == "graph":
         return
     torch._dynamo.reset()
-    parts = torch.compile(model, backend="eager")
+    model.model.layers[0].self_attn.compile(backend="eager")  # which may break where a whole graph may not
     for name in ("narrow", "exact"):
         with adaattn_hf.use_plan(model, small.plans[name], unverified=True):
-            torch.testing.assert_close(parts(input_ids=small.ids).logits, small.expected[name])
+            torch.testing.assert_close(small.logits(), small.expected[name])
 
 
 @needs_tracing

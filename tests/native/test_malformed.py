@@ -1,7 +1,6 @@
 """Calls that no caller should make: refused in words, or served as torch serves them, never read blind."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -176,35 +175,6 @@ def test_a_structure_whose_mask_does_not_fit_is_refused_on_every_way(shape: tupl
         for ask in (bad.check, partial(select.attend, bad, backend)):
             with pytest.raises(ValueError, match=r"structure\.mask: got shape .*, expected one that broadcasts"):
                 ask()
-
-
-@pytest.mark.parametrize("backend", ON_CPU)
-@pytest.mark.parametrize("extents", [(0, Q, K), (B, 0, K), (B, Q, 0), (0, 0, 0)])
-@pytest.mark.parametrize("rules", [{}, {"window": 2, "sinks": 1, "causal": True}, {"padding": True}])
-def test_nothing_asked_is_answered_as_torch_answers_it(
-    backend: str, extents: tuple[int, int, int], rules: dict[str, Any]
-) -> None:
-    batch, q_len, kv_len = extents
-    query, key, value = (
-        t.requires_grad_()
-        for t in tensors(query=(batch, H, q_len, D), key=(batch, KV, kv_len, D), value=(batch, KV, kv_len, D))
-    )
-    padding = {"key_padding": torch.ones(batch, kv_len, dtype=torch.bool)} if rules == {"padding": True} else rules
-    structure = MaskStructure(batch, q_len, kv_len, **padding)  # type: ignore[arg-type]
-    for sinks in (None, torch.zeros(H)):
-        asked = AttentionCall(query, key, value, structure, 0.25, sink_logits=sinks, need_lse=True)
-        # torch's kernels return no log-sum-exp
-        for call in (replace(asked, need_lse=False), *(() if backend == "sdpa" else (asked,))):
-            result = select.attend(call, backend)
-            assert result.out.shape == (batch, q_len, H, D)
-            assert not result.out.any()
-            for gradient in torch.autograd.grad(result.out.sum(), (query, key, value)):
-                assert not gradient.any()
-    torch.testing.assert_close(stock(query, key, value), torch.zeros(batch, q_len, H, D))
-    with torch.no_grad():
-        out, _ = attention_function(backend)(nn.Module(), query, key, value, None)
-    assert out.shape == (batch, q_len, H, D)
-    assert not out.any()
 
 
 def test_tensors_of_a_tracer_go_to_operations_of_torch() -> None:

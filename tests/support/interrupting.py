@@ -12,12 +12,10 @@ from unittest.mock import Mock
 COMMAND = (sys.executable, "-P", "-c", "from adaattn_cli import main; main()")
 
 
-def interrupted(
-    arguments: list[str], appears: Path, command: tuple[str, ...] = COMMAND, stop: signal.Signals = signal.SIGINT
-) -> subprocess.CompletedProcess[str]:
-    """Runs a command until a file appears, sends it a signal, and returns how it ended."""
+def interrupted(arguments: list[str], appears: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `adaattn` until a file appears, presses Ctrl-C, and returns how it ended."""
     process = subprocess.Popen(
-        [*command, *arguments],
+        [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -28,7 +26,7 @@ def interrupted(
         end = time.monotonic() + 180
         while process.poll() is None and not appears.is_file() and time.monotonic() < end:
             time.sleep(0.005)
-        process.send_signal(stop)
+        process.send_signal(signal.SIGINT)
         said, errors = process.communicate(timeout=60)
     finally:
         process.kill()

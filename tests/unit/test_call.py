@@ -112,21 +112,6 @@ def test_the_first_layer_alone_reads_the_documents_of_a_pass(apart: bool, long: 
     assert long == [3]
 
 
-@pytest.mark.parametrize("what", ["queries", "keys", "values", "rows"])
-def test_a_launch_never_takes_tensors_that_do_not_belong_together(what: str) -> None:
-    module = layer()
-    mask = mask_for(module)
-    with torch.no_grad():
-        attend(module, *draw(), mask)
-        q, k, v = draw()
-        q = q[:, :, 1:] if what == "queries" else q
-        k = k[:, :, 1:] if what == "keys" else k
-        v = v[:, :, 1:] if what == "values" else v
-        q = torch.cat([q, q]) if what == "rows" else q
-        with pytest.raises(ValueError, match=r"got"):
-            attend(module, q, k, v, mask)
-
-
 def test_settings_are_heard() -> None:
     module = layer()
     mask = mask_for(module)
@@ -164,25 +149,6 @@ def test_launches_keep_no_tensor_and_no_structure(backend: str | None) -> None:
         assert select.launches
     finally:
         gc.enable()
-
-
-def test_keywords_that_change_the_call(long: list[int]) -> None:
-    module = layer()
-    q, k, v = (t[:1] for t in draw())
-    mask = StructuredMask(MaskStructure(1, N, N, causal=True), torch.device("cpu"))
-    with torch.no_grad():
-        whole, _ = attend(module, q, k, v, mask)
-        borders = torch.tensor([0, 5, N], dtype=torch.int32)
-        out, _ = attend(module, q, k, v, mask, cu_seq_lens_q=borders, cu_seq_lens_k=borders)
-        capped, _ = attend(module, q, k, v, mask, softcap=0.5)
-    assert long == [2]
-    documents = (torch.arange(N) >= 5).long()[None]
-    rules: dict[str, Any] = {"q_segments": documents, "k_segments": documents}
-    structure = MaskStructure(1, N, N, causal=True, **rules)
-    expected = reference.attention(AttentionCall(q, k, v, structure, 0.25)).out
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
-    assert not torch.allclose(out, whole)
-    assert not torch.allclose(capped, whole)
 
 
 def test_whoever_listens_is_told(long: list[int]) -> None:

@@ -66,7 +66,8 @@ def test_every_level_of_the_library_is_in_the_table_above() -> None:
     ("fa2", (7, 5), "flash-attn has no kernels for compute capability 7.5"), ("fa2", (9, 0), ""),
     ("fa3", (8, 0), "flash-attn 3 has no kernels for compute capability 8.0"),
     ("fa3_fwd", (10, 0), "fa3-fwd has no kernels for compute capability 10.0"), ("fa3_fwd", (9, 0), ""),
-    ("fa4", (8, 9), "flash-attn 4 has no kernels for compute capability 8.9"),
+    *(("fa4", sm, f"flash-attn 4 has no kernels for compute capability {sm[0]}.{sm[1]}") for sm in ((8, 9), (12, 0))),
+    ("fa4", (9, 0), ""), ("fa4", (10, 0), ""),
     ("triton", (7, 5), "from compute capability 8.0 on, got 7.5"), ("triton", (8, 0), ""),
 ])  # fmt: skip
 def test_what_a_cuda_device_cannot_do_is_refused_by_name(

@@ -128,13 +128,6 @@ def test_refuses_with_the_reason(monkeypatch: pytest.MonkeyPatch, reason: str) -
     assert any(reason in r for r in backend.refusals(kind._replace(features=kind.features | features, **changes)))
 
 
-@pytest.mark.parametrize(("sm", "served"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
-def test_serves_devices_that_it_was_written_for(monkeypatch: pytest.MonkeyPatch, sm: Any, served: bool) -> None:
-    monkeypatch.setattr(capability_module, "capability", lambda _: of_sm(sm))
-    kind = make(STRUCTURES["causal"]).checked_kind()._replace(device=CUDA)
-    assert (Flash4Backend().refusals(kind) == ()) is served
-
-
 @pytest.mark.parametrize("lacking", ["cutlass", "quack"])
 def test_says_when_the_package_was_not_installed_whole(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == lacking else found(name))

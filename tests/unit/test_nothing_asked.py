@@ -70,15 +70,18 @@ def test_keys_without_a_channel_weigh_alike_and_heads_without_keys_are_refused(
 @pytest.mark.parametrize(
     ("batch", "q_len", "kv_len"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 1, 0), (0, 1, 7), (0, 0, 0)]
 )
-@pytest.mark.parametrize("causal", [False, True])
-def test_every_backend_answers_as_torch(backend: str, batch: int, q_len: int, kv_len: int, causal: bool) -> None:
+@pytest.mark.parametrize("rules", [{}, {"causal": True}, {"window": 2, "sinks": 1, "causal": True}, {"padding": True}])
+def test_every_backend_answers_as_torch(
+    backend: str, batch: int, q_len: int, kv_len: int, rules: dict[str, Any]
+) -> None:
     if (found := BACKENDS[backend].missing()) and backend == "native":
         pytest.skip("; ".join(found))
     tensors = [
         torch.zeros(batch, heads, length, 16, dtype=HALF[0], requires_grad=True)
         for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
     ]
-    structure = MaskStructure(batch, q_len, kv_len, causal=causal, q_offset=kv_len - q_len)
+    asked_for = {"key_padding": torch.ones(batch, kv_len, dtype=torch.bool)} if "padding" in rules else rules
+    structure = MaskStructure(batch, q_len, kv_len, q_offset=kv_len - q_len, **asked_for)
     asked = AttentionCall(*tensors, structure, 0.25, need_lse=True)
     right = F.scaled_dot_product_attention(*tensors, enable_gqa=True).transpose(1, 2)
     for call in (asked, replace(asked, sink_logits=torch.zeros(4))):

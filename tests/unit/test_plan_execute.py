@@ -68,7 +68,10 @@ def _structures() -> dict[str, MaskStructure]:
         "right padding": MaskStructure(2, N, N, causal=True, key_padding=left.flip(1)),
         "documents": MaskStructure(2, N, N, causal=True, q_segments=documents, k_segments=documents),
         "own window": MaskStructure(2, N, N, causal=True, window=100),
-        "bidirectional": MaskStructure(2, N, N, key_padding=left),
+        "both ways": MaskStructure(2, N, N, key_padding=left),
+        "documents both ways": MaskStructure(2, N, N, q_segments=documents, k_segments=documents),
+        "window both ways": MaskStructure(2, N, N, window=60),
+        "narrow window both ways": MaskStructure(2, N, N, window=10),
         "chunk of a prefill": MaskStructure(2, 60, N, causal=True, q_offset=N - 60),
     }
 
