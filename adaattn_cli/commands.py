@@ -69,7 +69,7 @@ EVAL = Command(
     unavailable: the corpus is neither local, nor cached, nor to be downloaded, or cannot be read; 4 model unavailable:
     no such checkpoint, no tokenizer, no output head, or no such attention; 5 the output directory belongs to another
     run (the reason names what differs); 6 out of memory: what would fit is said; finished work is kept and --resume
-    continues it; 130 interrupted; finished work is kept and --resume continues it.
+    continues it; 130 interrupted (143 by SIGTERM); finished work is kept and --resume continues it.
     """,
     {
         "Basic": ("data", "plan", "attn_implementation", "baseline", "dtype", "device", "batch_size", "output_dir"),
@@ -173,7 +173,7 @@ CALIBRATE = Command(
     Under `accelerate launch` or `torchrun` the processes share the work and make one plan.
 
     Exit codes: 0 a plan passed for every budget; 2 wrong arguments; 3 a file cannot be read or written; 4 no plan
-    passed for a budget, so it stays exact; 6 out of memory; 130 interrupted.
+    passed for a budget, so it stays exact; 6 out of memory; 130 interrupted (143 by SIGTERM).
     """,
     {
         "Basic": ("data", "budget", "aim", "lengths", "verify_data", "output_dir", "dtype", "device"),
@@ -282,8 +282,8 @@ BENCH = Command(
 
     All implementations take turns at the same work on the same numbers, in one process. Ratios are taken per round.
 
-    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage; 3 a file cannot be written; 130 interrupted, with
-    finished cells in the file.
+    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage; 3 a file cannot be written; 130 interrupted
+    (143 by SIGTERM), with finished cells in the file.
     """,
     {"Basic": ("only", "attn_implementation", "baseline", "device", "threads", "rounds", "output")},
     _check_bench,

@@ -58,11 +58,11 @@ def ending(
     except OSError as error:
         words = stays() if callable(stays) else stays
         leave(DataUnavailable(f"{argument}: {of_file(error, default)}{words and f'; {words}'}"))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if kept is None:
             raise
         tell(Console(stderr=True), f"interrupted: {kept()}")
-        raise typer.Exit(130) from None
+        raise typer.Exit(143 if signal.SIGTERM in error.args else 130) from None
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)

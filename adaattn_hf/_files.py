@@ -17,7 +17,8 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     The unfinished file has a name that nobody can foresee, and is gone where the disk is full. Pipes and devices
     (`/dev/stdout`) are written to, and not replaced by a file.
     """
-    data = content.encode() if isinstance(content, str) else content
+    # a name that is not UTF-8 is written by its bytes: JSON reads it back
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.parent == Path("/dev") or (path.exists() and not path.is_file()):
         path.write_bytes(data)

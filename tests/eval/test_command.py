@@ -90,7 +90,7 @@ def test_what_a_polite_kill_interrupts_can_go_on(
     before, killed = signal.getsignal(signal.SIGTERM), lambda: signal.raise_signal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(scoring, "forward", failing(scoring.forward, 9, killed))
-        evaluate(*arguments, code=130, says=f"--resume --output-dir {tmp_path}")
+        evaluate(*arguments, code=143, says=f"--resume --output-dir {tmp_path}")
     assert signal.getsignal(signal.SIGTERM) is before
     assert len((tmp_path / "wikitext" / "journal.jsonl").read_bytes().splitlines()) > 1
     evaluate(*arguments, code=5)

@@ -551,7 +551,7 @@ def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
     says = f"what is measured is kept in {model}; the same command with --resume goes on"
     with monkeypatch.context() as planted:
         planted.setattr(fisher, "measure", failing(fisher.measure, 3, killed))
-        run(model, "--budget", "1%", code=130, says=says)
+        run(model, "--budget", "1%", code=143, says=says)
     assert signal.getsignal(signal.SIGTERM) is before
     assert (model / FILE).is_file()
     run(model, "--budget", "1%", "--resume")

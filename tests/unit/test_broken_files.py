@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaattn_hf._files import write_atomically
+from adaattn_hf._files import json_text, parse_json, write_atomically
 from adaattn_hf.calibration.state import FILE, CalibrationState
 
 if sys.platform != "linux":
@@ -37,6 +37,11 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
         write_atomically(target, "new" * 1000)
     assert target.read_text() == "old"
     assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_name_of_any_bytes_is_written_and_read_back(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "report.json", json_text({"data": "b\udcff"}, ensure_ascii=False))
+    assert parse_json((tmp_path / "report.json").read_text(encoding="utf-8")) == {"data": "b\udcff"}
 
 
 def test_ctrl_c_behind_the_last_step_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall, AttentionResult
 from adaattn_hf.attention.heads import HeadRules
-from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, HEAD_INT8, STORED
+from adaattn_hf.attention.kind import BIAS, COMPILING, DROPOUT, HEAD_INT8, HEAD_UNTIL, PAGES, STORED, WINDOW
 from adaattn_hf.attention.runs import Runs, aligned_runs
 from adaattn_hf.attention.structure import MaskStructure, Segment
 from adaattn_hf.backends.triton import TritonBackend
@@ -297,6 +297,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "up to 256": {"head_dim_v": 288}, "no int8 products per head": {"features": HEAD_INT8},
     "no dropout": {"features": DROPOUT}, "stored as int8": {"features": STORED}, "additive bias": {"features": BIAS},
     "dense mask": {"shape": "irregular"}, "traced": {"features": COMPILING},
+    "up to a position per head": {"features": HEAD_UNTIL | PAGES | WINDOW},
 }  # fmt: skip
 
 

@@ -62,7 +62,8 @@ class TritonBackend(Backend):
 
         # in bfloat16 nothing has to be rounded for heads that compute in it
         served = HEAD_BF16 if kind.dtype == torch.bfloat16 else 0
-        served |= HEAD_UNTIL if kind.compiling or kind.features & PAGES else 0
+        # where the rules end, the kernel ends a window of the structure, too
+        served |= HEAD_UNTIL if (kind.compiling or kind.features & PAGES) and not kind.features & WINDOW else 0
         reasons = list(super().refusals(kind._replace(features=kind.features & ~served)))
         facts = capability(kind.device) if kind.device.type == "cuda" else None
         if facts and facts.sm < LEAST_SM:
