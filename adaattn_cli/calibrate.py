@@ -19,17 +19,15 @@ from adaattn_hf.eval.objectives import Objective
 from adaattn_hf.eval.progress import beating, shown_progress, tell
 from adaattn_hf.eval.team import Team
 from adaattn_hf.eval.texts import refuse_repeats
-from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
+from adaattn_hf.patches.checkpoint import Checkpoint, encoded, load, placed, read_config, read_tokenizer, resolve_device
 from adaattn_hf.patches.models.positions import stated_positions
 from adaattn_hf.patches.plans.bound import carried_by
 from adaattn_hf.patches.plans.check import refuse_beyond_budget
 from adaattn_hf.plans.wording import allowed
 
 from .ending import ending, room_or_sentence, use_threads, writable
-from .fit import fit_to_text, opened
-from .job import STAGES, Job, job_of, kept, out_of_memory, outlook, scoring_of
+from .job import STAGES, Job, directories, directory, fit_to_text, job_of, kept, refuse_other_plan, scoring_of
 from .options import Done, Options
-from .place import directories, directory, refuse_other_plan
 from .storing import BUDGET_NOT_MET, Show, proven_in, store, stored
 
 
@@ -57,7 +55,8 @@ def run(options: Options) -> Done:
                 f"device: got 'auto' in {team.size} processes, expected it in one, since it takes all GPUs; start one "
                 "process, or leave --device out and each takes a GPU of its own"
             )
-        config, encode = opened(job.model, **options.source())
+        config = read_config(job.model, **options.source())
+        encode = partial(encoded, read_tokenizer(job.model, **options.source()))
         for budget in job.budgets.values():
             refuse_beyond_budget(budget, carried_by(config))
         positions, silent = stated_positions(config), options.quiet or not team.leads
@@ -67,7 +66,7 @@ def run(options: Options) -> Done:
         if options.lengths:
             refuse_longer(job.settings.lengths, positions, job.model)
         loading = partial("loading {}: {:.0f} s".format, job.model)
-        full = partial(out_of_memory, job, "the machine", "")
+        full = partial(job.out_of_memory, "the machine", "")
         with beating(loading, console, quiet=silent), room_or_sentence(full):
             loaded = load(job.model, dtype=options.dtype, device="cpu", implementation="adaattn", **options.source())
         scoring = scoring_of(loaded, options)
@@ -110,7 +109,7 @@ def calibrated(
         with shown_progress(console, quiet=quiet) as progress:
 
             def expect(seconds: Mapping[str, float]) -> None:
-                for line in outlook(job, seconds):
+                for line in job.outlook(seconds):
                     say(line)
 
             def step(stage: str, done: int, total: int) -> None:
@@ -118,7 +117,7 @@ def calibrated(
                 under_way = stage
                 progress(STAGES.get(stage, stage) + about, done, total)
 
-            with room_or_sentence(lambda error: out_of_memory(job, device, under_way, error)):
+            with room_or_sentence(lambda error: job.out_of_memory(device, under_way, error)):
                 inputs = open_inputs(
                     placed(loaded.model, wanted),
                     loaded.encode,

@@ -16,8 +16,7 @@ from adaattn_hf.policy.table import SolverTable
 
 from .ending import ending, writable
 from .options import PLAN_DIRECTORY, Done, Options
-from .pictures.grid import print_plan
-from .pictures.headline import REPORT_FILE, Bought, bought
+from .pictures.headline import REPORT_FILE, Bought, bought, print_plan
 from .pictures.page import explorer, page, plan_page
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from adaattn_hf._files import json_text, write_atomically
-from adaattn_hf.calibration.assemble import save_plan
+from adaattn_hf.calibration.calibrate import save_plan
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.passes import Benefit
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
@@ -26,8 +26,7 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import PLAN_FILE
 
 from .job import Job
-from .pictures.grid import print_plan
-from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest
+from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest, print_plan
 from .pictures.page import plan_page
 
 Show = Callable[[], None]

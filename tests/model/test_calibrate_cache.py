@@ -11,15 +11,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 import adaattn_hf
-from adaattn_cli.pictures.grid import notes
+from adaattn_cli.pictures.headline import notes
 from adaattn_cli.pictures.page import explorer
 from adaattn_hf.attention.listeners import listening, tapping
 from adaattn_hf.calibration.calibrate import choose_and_verify
-from adaattn_hf.calibration.ladder import Candidate, ladder
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.passes import stock_distance
-from adaattn_hf.calibration.search import roundings, solve, storages
+from adaattn_hf.calibration.search import Candidate, ladder, roundings, solve, storages
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.eval.arms import FIRST, stored_tap
 from adaattn_hf.eval.objectives import MaskedTokens

@@ -15,8 +15,7 @@ import transformers as tf
 import adaattn_hf
 from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher
-from adaattn_hf.calibration.assemble import report
-from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.calibrate import choose_and_verify, report
 from adaattn_hf.calibration.layers import Measurement, unit_prices
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
