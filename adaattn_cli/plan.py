@@ -12,7 +12,7 @@ from adaattn_hf.eval.progress import tell
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import PLAN_FILE, text_file
 from adaattn_hf.plans.wording import at_most, rise, share, times
-from adaattn_hf.policy.table import SolverTable
+from adaattn_hf.policy.knapsack import SolverTable
 
 from .ending import ending, writable
 from .options import PLAN_DIRECTORY, Done, Options

@@ -14,8 +14,7 @@ from adaattn_hf.plans.choices import EXACT, Choice, Precision, Rank, Window
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.wording import allowed, legend, quotient
-from adaattn_hf.policy.knapsack import evaluate, shared_prices, worst_length
-from adaattn_hf.policy.table import SolverTable
+from adaattn_hf.policy.knapsack import SolverTable, evaluate, shared_prices, worst_length
 
 from .headline import Bought, details, grid, grounds, layers_of, name_of, notes, speed_of, verdict
 

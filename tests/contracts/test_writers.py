@@ -95,7 +95,7 @@ ELSEWHERE = {
     "adaattn_cli/app.py": "its own version; JSON escapes control characters; errors, in the tests here",
     "adaattn_cli/doctor.py": "escapes what it found, tests/unit/test_command_line.py",
     "adaattn_cli/eval.py": "eval/report.py", "adaattn_cli/explain.py": "class names of loaded code",
-    "adaattn_cli/profile.py": "numbers, the atlas", "adaattn_cli/storing.py": "a plan's picture and page",
+    "adaattn_cli/profile.py": "numbers, the atlas", "adaattn_cli/calibrate.py": "a plan's picture and page",
     "adaattn_hf/calibration/pricing.py": "the table stands in its docstring",
     "adaattn_hf/backends/native/build.py": "JSON escapes control characters",
     "eval/report.py": "tests/eval/test_report.py::test_names_bring_no_markup_and_no_escape_sequences",

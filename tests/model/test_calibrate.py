@@ -296,9 +296,10 @@ def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> 
 
 def lossy(lost: Callable[[np.ndarray], int]) -> Callable[..., Joint]:
     """Measures whole plans as they are, but for the needles that picks lose of 48."""
+    measured = search.joint
 
     def joint(measurement: Measurement, picks: np.ndarray, *given: Any) -> Joint:
-        return replace(search.joint(measurement, picks, *given), needles=(lost(picks), 0, 48))
+        return replace(measured(measurement, picks, *given), needles=(lost(picks), 0, 48))
 
     return joint
 

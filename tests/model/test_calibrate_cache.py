@@ -27,9 +27,8 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates, unproven
 from adaattn_hf.plans.plan import Plan, PlanError
-from adaattn_hf.policy.knapsack import of_cache
+from adaattn_hf.policy.knapsack import SolverTable, of_cache
 from adaattn_hf.policy.prices import PriceTable
-from adaattn_hf.policy.table import SolverTable
 
 from ..support.cached import ids
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan

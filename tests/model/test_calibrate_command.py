@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import adaattn_hf
+from adaattn_cli.calibrate import BUDGET_NOT_MET, evaluation
 from adaattn_cli.commands import CALIBRATE
 from adaattn_cli.job import STAGES, Job, directory
-from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
 from adaattn_hf._files import write_atomically
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, inputs, layers, pricing

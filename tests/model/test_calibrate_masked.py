@@ -30,9 +30,8 @@ from adaattn_hf.plans.choices import Setting
 from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import candidates
-from adaattn_hf.policy.knapsack import evaluate
+from adaattn_hf.policy.knapsack import SolverTable, evaluate
 from adaattn_hf.policy.prices import Price, PriceTable
-from adaattn_hf.policy.table import SolverTable
 from studies.budget.held_out import ratio
 
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
