@@ -12,12 +12,11 @@ from adaattn_hf.eval.progress import tell
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import PLAN_FILE, text_file
 from adaattn_hf.plans.wording import at_most, rise, share, times
-from adaattn_hf.policy.table import SolverTable
+from adaattn_hf.policy.knapsack import SolverTable
 
 from .ending import ending, writable
 from .options import PLAN_DIRECTORY, Done, Options
-from .pictures.grid import print_plan
-from .pictures.headline import REPORT_FILE, Bought, bought
+from .pictures.headline import REPORT_FILE, Bought, bought, print_plan
 from .pictures.page import explorer, page, plan_page
 
 

@@ -28,8 +28,7 @@ from adaattn_hf.eval.windows import draw
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
 from adaattn_hf.patches.plans.bound import BoundPlan
 from adaattn_hf.patches.plans.subject import longest_input
-from adaattn_hf.plans.evidence import LEVEL
-from adaattn_hf.plans.limits import Gates, most_rounding, unproven, words
+from adaattn_hf.plans.limits import LEVEL, Gates, most_rounding, unproven, words
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
 from adaattn_hf.plans.store import PLAN_FILE
 from adaattn_hf.plans.wording import allowed, in_nats

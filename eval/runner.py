@@ -1,4 +1,7 @@
-"""One evaluation from end to end: windows, arms, journal, report."""
+"""One evaluation from end to end: windows, arms, journal, report.
+
+Windows become batches, batches run through every arm, and logits become numbers per scored token.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,116 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.errors import ModelUnavailable, UsageError
-from adaattn_hf.patches.cache.caches import check_stored
+from adaattn_hf.patches.cache.caches import AdaAttnCache, check_stored
 from adaattn_hf.patches.checkpoint import Checkpoint
 from adaattn_hf.patches.checkpoint import arms as copies
+from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.patches.plans.attach import plan_of
 from adaattn_hf.patches.plans.hashes import weight_hash
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.stats.paired import TokenScores
+from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
 from adaattn_hf.stats.stopwatch import timed
 
-from . import activation, scoring, summary, tasks, team, timing
+from . import activation, summary, tasks, team, timing
 from .corpora import Corpus
 from .journal import BatchRecord, Journal
 from .progress import silent
 from .provenance import provenance
 from .settings import Settings
+from .windows import TokenWindow
+
+_ROWS = 64
+"""Rows of logits that are taken to float64 at a time: 64 x 50k x 8 bytes = 26 MB per arm."""
+_CHUNK_BATCHES = 16
+
+
+Keywords = dict[str, torch.Tensor]
+"""A model's keywords for a batch."""
+Batch = tuple[Keywords, tuple[int, ...]]
+"""Its keywords, and the columns of padding before each window `[batch]`."""
+
+
+def plan_batches(windows: Sequence[TokenWindow], batch_size: int, padding: str = "none") -> list[list[int]]:
+    """Indices of the windows of each batch.
+
+    Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing
+    is masked and documents are still finished in order. With padding a batch is the next `batch_size`
+    windows, as they come. The plan depends on the windows and these settings alone, never on where a run was
+    interrupted.
+    """
+    if padding != "none":
+        return [list(range(i, min(i + batch_size, len(windows)))) for i in range(0, len(windows), batch_size)]
+    chunk = batch_size * _CHUNK_BATCHES
+    batches = []
+    for begin in range(0, len(windows), chunk):
+        order = sorted(range(begin, min(begin + chunk, len(windows))), key=lambda i: (-len(windows[i].input_ids), i))
+        for _, same in groupby(order, key=lambda i: len(windows[i].input_ids)):
+            indices = list(same)
+            batches += [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
+    return batches
+
+
+def collate(windows: Sequence[TokenWindow], device: torch.device, padding: str = "none", pad_token: int = 0) -> Batch:
+    """The inputs of a batch. Windows of one length are stacked; others need `padding` `left` or `right`."""
+    lengths = [len(w.input_ids) for w in windows]
+    longest = max(lengths)
+    if padding == "none":
+        stacked = torch.from_numpy(np.stack([w.input_ids for w in windows]))
+        return {"input_ids": stacked.to(device)}, (0,) * len(windows)
+    offsets = tuple(longest - n if padding == "left" else 0 for n in lengths)
+    input_ids = torch.full((len(windows), longest), pad_token, dtype=torch.long, device="cpu")
+    mask = torch.zeros_like(input_ids)
+    for row, (window, offset, length) in enumerate(zip(windows, offsets, lengths, strict=True)):
+        input_ids[row, offset : offset + length] = torch.from_numpy(window.input_ids)
+        mask[row, offset : offset + length] = 1
+    keywords = {"input_ids": input_ids, "attention_mask": mask}
+    if padding == "left":
+        keywords["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
+    return {name: value.to(device) for name, value in keywords.items()}, offsets
+
+
+def forward(
+    model: Any, keywords: Keywords, cache: str | None = None, piece: int = 64, streaming: bool = False
+) -> torch.Tensor:
+    """Logits `[batch, length, vocab]` without gradients.
+
+    A `cache` names what it stores, `dynamic` Transformers' own: unpadded tokens are read in pieces over it. With
+    `streaming`, heads with a window keep it alone in the cache.
+    """
+    with torch.inference_mode():
+        if cache is None:
+            more: dict[str, Any] = {"use_cache": False} if model.can_generate() else {}
+            return model(**keywords, **more).logits  # type: ignore[no-any-return]
+        stock = cache == "dynamic"
+        keys: Any = DynamicCache(config=model.config) if stock else AdaAttnCache(model, cache, streaming=streaming)
+        cached = with_cache(model, keys)
+        parts = keywords["input_ids"].split(piece, dim=1)
+        return torch.cat([model(part, use_cache=True, **cached).logits for part in parts], dim=1)
+
+
+def score(logits: Sequence[torch.Tensor], windows: Sequence[TokenWindow], offsets: Sequence[int]) -> TokenScores:
+    """Scores of one batch. `logits` holds `[batch, length, vocab]` for each arm, the stock arm first.
+
+    See `adaattn_hf.stats.paired.score_tokens`, which takes them a few rows at a time.
+    """
+    rows = [np.full(len(w.targets), i) for i, w in enumerate(windows)]
+    columns = [w.rows + o for w, o in zip(windows, offsets, strict=True)]
+    places = (rows, columns, [w.targets for w in windows])
+    row, column, targets = (torch.from_numpy(np.concatenate(one)).to(logits[0].device) for one in places)
+    parts = zip(row.split(_ROWS), column.split(_ROWS), targets.split(_ROWS), strict=True)
+    return joined([score_tokens([arm[r, c] for arm in logits], t) for r, c, t in parts])
+
 
 FORMAT = 1
 REPORT = "report.json"
@@ -96,14 +185,14 @@ def measure(
         **{f"settings.{key}": value for key, value in asdict(settings).items()},
         "plans": [arm.plan and arm.plan["sha256"] for arm in arms],
     }
-    batches = scoring.plan_batches(windows, settings.batch_size, settings.padding)
+    batches = plan_batches(windows, settings.batch_size, settings.padding)
     sizes = [sum(len(windows[w].targets) for w in batch) for batch in batches]
 
-    def inputs_of(batch: Sequence[int]) -> scoring.Batch:
-        return scoring.collate([windows[w] for w in batch], device, settings.padding, checkpoint.pad_token())
+    def inputs_of(batch: Sequence[int]) -> Batch:
+        return collate([windows[w] for w in batch], device, settings.padding, checkpoint.pad_token())
 
-    def logits_of(arm: Arm, keywords: scoring.Keywords, streaming: bool) -> Callable[[], torch.Tensor]:
-        return lambda: scoring.forward(arm.model, keywords, arm.cache, settings.cache_piece, streaming)
+    def logits_of(arm: Arm, keywords: Keywords, streaming: bool) -> Callable[[], torch.Tensor]:
+        return lambda: forward(arm.model, keywords, arm.cache, settings.cache_piece, streaming)
 
     def record(index: int) -> BatchRecord:
         """Runs all arms in turn on one batch."""
@@ -116,9 +205,9 @@ def measure(
             activation.watch(arm.model, logits_of(arm, keywords, False)) if arm.plan and watched else None
             for arm in arms
         )
-        return BatchRecord(scoring.score(logits, [windows[w] for w in batches[index]], offsets), tuple(elapsed), counts)
+        return BatchRecord(score(logits, [windows[w] for w in batches[index]], offsets), tuple(elapsed), counts)
 
-    def peak(arm: Arm, keywords: scoring.Keywords) -> dict[str, Any]:
+    def peak(arm: Arm, keywords: Keywords) -> dict[str, Any]:
         """Peak bytes of an arm on a batch, which warms it up; ModelUnavailable if it refuses the call."""
         try:
             most, how = timing.peak_bytes(logits_of(arm, keywords, settings.streaming), device)

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.calibration import calibrate, proof
 from adaattn_hf.calibration.inputs import Run, open_inputs
-from adaattn_hf.calibration.ladder import ladder
 from adaattn_hf.calibration.layers import bound_layers
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.proof import Evidence
+from adaattn_hf.calibration.search import ladder
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.arms import plan_tap
 from adaattn_hf.eval.demo import demo_model_path, pages_path

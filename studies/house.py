@@ -190,7 +190,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
     """All numbers with their limits."""
     lines, parsed = line_counts(root), trees(root)
     rows = []
-    most = dict(zip(HOUSES, [(10, 5, 20), (9, 4, 16), (15, 6, 36), (19, 6, 46), (10, 7, 19)], strict=True))
+    most = dict(zip(HOUSES, [(10, 5, 20), (9, 4, 16), (11, 6, 21), (15, 3, 29), (10, 7, 19)], strict=True))
     for name, house in HOUSES.items():
         round_trip = circle(graph := arrows(root, house))
         rooms, storeys, between = most[name]
@@ -205,7 +205,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("branches on a choice's kind outside plans/choices/", len(branches_on_a_kind(root)), 0),
         Limit("median lines of a module", statistics.median(lines.values()), 120),
         Limit("lines of the longest module", max(lines.values()), 400),
-        Limit("lines of Python in the wheel", sum(lines.values()), 29_150),
+        Limit("lines of Python in the wheel", sum(lines.values()), 28_950),
         Limit("lines of studies", lines_under(root, "studies"), 5_000),
         Limit("lines of tests", lines_under(root, "tests"), 39_020),
         Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 28),

@@ -22,16 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adaattn_cli.job import nats
 from adaattn_cli.options import tokens
-from adaattn_cli.place import nats
 from adaattn_hf import prepare, restore, use_plan
 from adaattn_hf._files import json_text, write_atomically
-from adaattn_hf.calibration.assemble import save_plan
-from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.calibrate import choose_and_verify, save_plan
 from adaattn_hf.calibration.inputs import Run, open_inputs
 from adaattn_hf.calibration.layers import Measurement, picks_of
-from adaattn_hf.calibration.measure import measure
-from adaattn_hf.calibration.memory import forecast
+from adaattn_hf.calibration.measure import forecast, measure
 from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.arms import bound_layers_of, plan_tap

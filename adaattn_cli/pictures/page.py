@@ -14,11 +14,9 @@ from adaattn_hf.plans.choices import EXACT, Choice, Precision, Rank, Window
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.wording import allowed, legend, quotient
-from adaattn_hf.policy.knapsack import evaluate, shared_prices, worst_length
-from adaattn_hf.policy.table import SolverTable
+from adaattn_hf.policy.knapsack import SolverTable, evaluate, shared_prices, worst_length
 
-from .grid import details, grid, layers_of, notes
-from .headline import Bought, grounds, name_of, speed_of, verdict
+from .headline import Bought, details, grid, grounds, layers_of, name_of, notes, speed_of, verdict
 
 BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
 """Budgets on the page's slider, nats/token: perplexity increases of 0.001 % to 70 %."""

@@ -47,14 +47,12 @@ class StoredKV:
         key_mean: fp32 `[batch, num_kv_heads, head_dim]`, contiguous, subtracted from the rotated keys.
         first_key: fp32 `[batch, num_kv_heads, head_dim]`, contiguous: key 0 unquantised. Most heads give it much of
             their weight, so rounding it would cost as much as rounding all other keys.
-        rotated: Whether codes are those of `x @ hadamard(head_dim)`.
     """
 
     key_scale: Tensor
     value_scale: Tensor
     key_mean: Tensor | None = None
     first_key: Tensor | None = None
-    rotated: bool = True
 
     def of_heads(self, heads: Sequence[int]) -> StoredKV:
         """The record of some key/value heads."""
@@ -82,8 +80,7 @@ class StoredKV:
         numbers = dequantise(codes, self.key_scale)
         if self.key_mean is not None:
             numbers = numbers + self.key_mean[:, :, None]
-        if self.rotated:
-            numbers = numbers @ hadamard(numbers.shape[3], numbers.device)
+        numbers = numbers @ hadamard(numbers.shape[3], numbers.device)
         if self.first_key is not None and numbers.shape[2]:
             numbers[:, :, 0] = self.first_key
         return numbers.to(dtype)
@@ -91,9 +88,7 @@ class StoredKV:
     def values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """The values that the codes stand for; as much memory as they would take unstored."""
         numbers = dequantise(codes, self.value_scale)
-        if self.rotated:
-            numbers = numbers @ hadamard(numbers.shape[3], numbers.device)
-        return numbers.to(dtype)
+        return (numbers @ hadamard(numbers.shape[3], numbers.device)).to(dtype)
 
 
 def hadamard(n: int, device: torch.device | str = "cpu") -> Tensor:
@@ -159,23 +154,20 @@ def cancelled(codes: Tensor, steps: Tensor, along: Tensor) -> Tensor:
 
 
 def quantise(
-    x: Tensor, *, bits: int = 8, mean: Tensor | None = None, along: Tensor | None = None, rotated: bool = True
+    x: Tensor, *, bits: int = 8, mean: Tensor | None = None, along: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of tokens.
+    """Codes and scales of tokens, which are rotated by `hadamard(head_dim)` first.
 
     Args:
         x: `[batch, heads, n, head_dim]`.
         bits: 8, or 4: odd numbers between -15 and 15, two to a byte.
         mean: fp32 `[batch, heads, head_dim]`, subtracted after the rotation.
         along: Unit vectors of that shape, in rotated coordinates: errors of 8-bit codes cancel along them.
-        rotated: Rotate by `hadamard(head_dim)` first.
 
     Returns:
         int8 `[batch, heads, n, head_dim]` (of four bits: uint8 with half the channels), uint8 `[batch, heads, n]`.
     """
-    x = x.float()
-    if rotated:
-        x = x @ hadamard(x.shape[3], x.device)
+    x = x.float() @ hadamard(x.shape[3], x.device)
     if mean is not None:
         x = x - mean[:, :, None]
     scale = encode_scale(x.abs().amax(dim=3) * (1 / 127 if bits == 8 else 1 / 15))

@@ -26,9 +26,8 @@ from ..plans.choices import Choice, Setting
 from ..plans.plan import Plan
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered
-from ..policy.knapsack import Array, Launches, of_units, shared_prices
+from ..policy.knapsack import Array, Launches, SolverTable, of_units, shared_prices
 from ..policy.prices import PriceTable
-from ..policy.table import SolverTable
 from ..stats.spectrum import score_factors
 from .inputs import Inputs
 from .state import CalibrationState, Moments

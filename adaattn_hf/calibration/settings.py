@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..plans.choices.window import WINDOWS
-from ..plans.evidence import LEVEL, LOST
+from ..plans.limits import LEVEL, LOST
 from ..plans.plan import Plan
 from ..policy.candidates import FAMILIES
 

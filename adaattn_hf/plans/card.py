@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .._files import printable
-from .evidence import MODEL
-from .limits import verdict_of
+from .limits import MODEL, verdict_of
 from .wording import allowed
 
 if TYPE_CHECKING:

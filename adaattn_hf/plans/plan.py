@@ -19,7 +19,7 @@ from ..attention.stored import FORMATS
 from . import store
 from .card import card
 from .choices import EXACT, Choice
-from .evidence import MOST_HEADS, MOST_LAYERS, Amount, Index, UnitRecord, Verified
+from .limits import MOST_HEADS, MOST_LAYERS, Amount, Index, UnitRecord, Verified
 from .record import LARGEST, PlanError, read, read_fields, read_record
 
 __all__ = ["EXACT", "MOST_HEADS", "PLAN_FORMAT", "Choice", "LayerPlan", "Plan", "PlanError", "UnitRecord", "Verified"]

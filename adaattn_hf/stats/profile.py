@@ -29,6 +29,21 @@ DENSITIES = (0.95, 0.99)
 _CHUNK_ELEMENTS = 1 << 23
 
 
+def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor:
+    """Returns `[min(count, length)]` sorted positions, one drawn from each of `count` >= 1 equal strata.
+
+    Rows are sampled only by position, so that early rows (few keys, peaked) and late ones are represented alike.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}, expected at least 1 row")
+    if count >= length:
+        return torch.arange(length, device="cpu")
+    edges = torch.linspace(0, length, count + 1, dtype=torch.float64, device="cpu")
+    offset = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
+    rows = (edges[:-1] + offset * (edges[1:] - edges[:-1])).floor().long()
+    return rows.clamp_(max=length - 1)
+
+
 def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[str, Tensor]:
     """Returns the statistics of each row of attention weights, by name.
 

@@ -24,9 +24,10 @@ from ..models.families import COMPUTES_WITH_CACHE, family_of
 from ..plans.attach import plan_of
 from .formats import CACHES as CACHES
 from .formats import check_channels
+from .groups import Spans
 from .layers import CachedLayer
 from .store import GROWTH, Room
-from .streaming import Spans, StreamingLayer, spans_of
+from .streaming import StreamingLayer, spans_of
 
 
 class GrowingCache(DynamicCache):

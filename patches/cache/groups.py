@@ -20,6 +20,8 @@ from .store import Room, Store
 
 Span = tuple[int, int]
 """Window and sinks of a key/value head: it reads the last `window` tokens and the first `sinks`."""
+Spans = tuple[Span | None, ...]
+"""Of each key/value head of a layer, None where it keeps everything."""
 
 
 class HeadGroup:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from .formats import FORMATS
-
-if TYPE_CHECKING:
-    from .streaming import Spans
+from .groups import Spans
 
 
 @dataclass(frozen=True)

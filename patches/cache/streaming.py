@@ -25,13 +25,11 @@ from ..plans.attach import plan_of
 from ..plans.bound import checked_layer
 from ..plans.slots import LAYER
 from .formats import SMOOTHED, Read, StoredTensor, check_channels
-from .groups import HeadGroup, Span, room_of, slots_seen, starts_of, structure_of
+from .groups import HeadGroup, Spans, room_of, slots_seen, starts_of, structure_of
 from .layers import CachedLayer
 from .store import Room, Store
 
 _OTHER = "cache: its heads keep the windows of a plan, and {} has {} now; make the cache after loading the plan"
-Spans = tuple["Span | None", ...]
-"""Of each key/value head of a layer, None where it keeps everything."""
 
 
 def spans_of(model: PreTrainedModel, plan: Plan | None = None) -> dict[int, Spans]:

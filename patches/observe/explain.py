@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -86,40 +88,33 @@ class Explanation:
             groups.setdefault((choice.phase, choice.backend, choice.kind, plan), []).append(choice)
             plan_of_layer[choice.layer] = choice.plan
         indent = " " * 11
-        elsewhere: dict[str, list[str]] = {}
-        refusals: dict[str, tuple[str, ...]] = {}
+        elsewhere: dict[str, dict[str, None]] = {}
+        blocks: list[tuple[dict[str, tuple[str, ...]], list[str]]] = []
+        for (phase, backend, kind, plan), layers in groups.items():
+            first, last, refusals = layers[0].layer, layers[-1], dict[str, tuple[str, ...]]()
+            for name, reasons in last.refused.items():
+                device_type = BACKENDS[name].supports.device
+                if self.verbose or device_type in ("", kind.device.type):
+                    refusals[name] = reasons
+                else:
+                    elsewhere.setdefault(device_type, {})[name] = None
+            span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
+            block = [f"  {phase:8} {span}: {backend}  [{kind.words()}]"]
+            if kind.features & DROPOUT and kind.device.type == "cpu":
+                block.append(f"{indent}dropout in attention keeps the whole score matrix on a CPU")
+            blocks.append((refusals, block + [f"{indent}plan: {plan}"] * bool(plan)))
         listed: dict[str, tuple[str, ...]] = {}
-
-        def why_not() -> Iterator[str]:
-            """All backends that could also serve; each that refuses; those whose reasons are above."""
+        for _, alike in groupby(blocks, itemgetter(0)):
+            *_, (refusals, _) = together = [*alike]
+            lines += [line for _, block in together for line in block]
             if able := [name for name, reasons in refusals.items() if not reasons]:
-                yield f"{indent}would serve, too: {', '.join(able)}"
+                lines.append(f"{indent}would serve, too: {', '.join(able)}")
             repeated = [name for name, reasons in refusals.items() if reasons and listed.get(name) == reasons]
             if repeated:
-                yield f"{indent}not {', '.join(repeated)}: for the reasons above"
-            for name, reasons in refusals.items():
-                if reasons and name not in repeated:
-                    yield f"{indent}not {name}: {'; '.join(reasons)}"
-            listed.update(refusals)
-
-        for number, ((phase, backend, kind, plan), layers) in enumerate(groups.items()):
-            first, last = layers[0].layer, layers[-1]
-            refused = dict(last.refused)
-            for name in () if self.verbose else last.refused:
-                if (device_type := BACKENDS[name].supports.device) not in ("", kind.device.type):
-                    del refused[name]
-                    if name not in elsewhere.setdefault(device_type, []):
-                        elsewhere[device_type].append(name)
-            if number and refused != refusals:
-                lines += why_not()
-            refusals = refused
-            span = first if len(layers) == 1 else f"{first} … {last.layer} ({len(layers)} layers)"
-            lines.append(f"  {phase:8} {span}: {backend}  [{kind.words()}]")
-            if kind.features & DROPOUT and kind.device.type == "cpu":
-                lines.append(f"{indent}dropout in attention keeps the whole score matrix on a CPU")
-            if plan:
-                lines.append(f"{indent}plan: {plan}")
-        lines += why_not()
+                lines.append(f"{indent}not {', '.join(repeated)}: for the reasons above")
+            named = {name: reasons for name, reasons in refusals.items() if reasons and name not in repeated}
+            lines += [f"{indent}not {name}: {'; '.join(reasons)}" for name, reasons in named.items()]
+            listed |= refusals
         for device_type, names in elsewhere.items():
             absent = ", no GPU here" if device_type == "cuda" and not torch.cuda.is_available() else ""
             lines.append(f"{indent}{device_type.upper()} only{absent}: {', '.join(names)}")
@@ -246,13 +241,10 @@ class _DryRun(TorchFunctionMode):
             if not any("Attention" in type(inner).__name__ for inner in part.modules()):
                 vars(part)["forward"] = partial(_or_input, part.forward)
 
-    def note(self, module: nn.Module, call: AttentionCall) -> None:
-        """Notes a call as one of the device that is asked about."""
+    def answer(self, module: nn.Module, call: AttentionCall) -> torch.Tensor:
+        """Notes a call as one of the device that is asked about, and answers by an uninitialised tensor."""
         kind = call.checked_kind()._replace(device=self.device)
         self.calls.append((self.names.get(module, type(module).__name__), module, kind, call.backend))
-
-    def answer(self, module: nn.Module, call: AttentionCall) -> torch.Tensor:
-        """Answers by an uninitialised tensor."""
         batch, heads, q_len, _ = call.query.shape
         return call.query.new_empty((batch, q_len, heads, head_dim_of(call.value)))
 
@@ -260,8 +252,7 @@ class _DryRun(TorchFunctionMode):
         """Runs the copy: its output, None where it needs data, which `unknown` then says, and its calls."""
         self.calls, out = [], None
         try:
-            listener = Listener(self.note, self.answer)
-            with torch.set_grad_enabled(self.model.training), listening(listener), self:
+            with torch.set_grad_enabled(self.model.training), listening(Listener(answer=self.answer)), self:
                 out = self.model(**keywords)
         except BackendRefusal:
             raise

@@ -24,8 +24,7 @@ from adaattn_hf.backends.select import choose
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.execute import rows_within
 from adaattn_hf.plans.plan import Plan
-from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means, pooled_weights
-from adaattn_hf.stats.rows import stratified_rows
+from adaattn_hf.stats.profile import DISTANCES, SINK_KEYS, head_sums, means, pooled_weights, stratified_rows
 from adaattn_hf.stats.spectrum import Gram, effective_rank, energy_rank, gram, score_spectrum
 
 from ..models.support import Holder, model_in, refuse_other_attention

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf.plans.evidence import MODEL
+from adaattn_hf.plans.limits import MODEL
 from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.record import PlanError
 

@@ -26,7 +26,7 @@ from transformers import BertForMaskedLM, BertModel
 
 import adaattn_hf
 from adaattn_cli.commands import CALIBRATE, VERIFY
-from adaattn_cli.place import directories, directory
+from adaattn_cli.job import directories, directory
 from adaattn_cli.verify import prove
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.stored import StoredKV

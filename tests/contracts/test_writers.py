@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from adaattn_cli.ending import leave
-from adaattn_cli.pictures import grid, headline, page
-from adaattn_cli.pictures.grid import print_plan
+from adaattn_cli.pictures import headline, page
+from adaattn_cli.pictures.headline import print_plan
 from adaattn_hf.errors import EvalError
 from adaattn_hf.eval import pages, progress
 from adaattn_hf.eval.bench import report as bench
@@ -84,7 +84,7 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 MARKDOWN: dict[str, Callable[[], str]] = {"benchmark": lambda: bench.markdown(benched(), NASTY)}
 TERMINAL: dict[str, Callable[[], str]] = {
-    "details of a plan": lambda: "\n".join(grid.details(planned())),
+    "details of a plan": lambda: "\n".join(headline.details(planned())),
     "headline of a plan": lambda: headline.name_of(planned()),
     "a plan": lambda: printed(lambda console: print_plan(console, planned(), headline.Bought(), verbose=True)),
     "a line of a command": lambda: printed(lambda console: progress.tell(console, NASTY)),
@@ -95,7 +95,7 @@ ELSEWHERE = {
     "adaattn_cli/app.py": "its own version; JSON escapes control characters; errors, in the tests here",
     "adaattn_cli/doctor.py": "escapes what it found, tests/unit/test_command_line.py",
     "adaattn_cli/eval.py": "eval/report.py", "adaattn_cli/explain.py": "class names of loaded code",
-    "adaattn_cli/profile.py": "numbers, the atlas", "adaattn_cli/storing.py": "a plan's picture and page",
+    "adaattn_cli/profile.py": "numbers, the atlas", "adaattn_cli/calibrate.py": "a plan's picture and page",
     "adaattn_hf/calibration/pricing.py": "the table stands in its docstring",
     "adaattn_hf/backends/native/build.py": "JSON escapes control characters",
     "eval/report.py": "tests/eval/test_report.py::test_names_bring_no_markup_and_no_escape_sequences",
@@ -103,7 +103,7 @@ ELSEWHERE = {
 }  # fmt: skip
 """Modules that write to a terminal or a page and are not among the cases here: what they write, or who tests it."""
 HERE = {
-    "adaattn_cli/pictures/page.py", "adaattn_cli/pictures/grid.py", "eval/pages.py", "eval/bench/report.py",
+    "adaattn_cli/pictures/page.py", "adaattn_cli/pictures/headline.py", "eval/pages.py", "eval/bench/report.py",
     "eval/progress.py",
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ import transformers as tf
 from typer.testing import Result
 
 from adaattn_hf.errors import EvalError, UsageError, unknown
-from adaattn_hf.eval import journal, runner, scoring
+from adaattn_hf.eval import journal, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches.checkpoint import resolve_dtype
 
@@ -89,7 +89,7 @@ def test_what_a_polite_kill_interrupts_can_go_on(
     arguments = (llama, "--data", f"wikitext:{texts / 'pages.txt'}", "--context", 16, "--output-dir", tmp_path)
     before, killed = signal.getsignal(signal.SIGTERM), lambda: signal.raise_signal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "forward", failing(scoring.forward, 9, killed))
+        patch.setattr(runner, "forward", failing(runner.forward, 9, killed))
         evaluate(*arguments, code=143, says=f"--resume --output-dir {tmp_path}")
     assert signal.getsignal(signal.SIGTERM) is before
     assert len((tmp_path / "wikitext" / "journal.jsonl").read_bytes().splitlines()) > 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adaattn_hf.errors import JournalMismatch
-from adaattn_hf.eval import corpora, journal, runner, scoring
+from adaattn_hf.eval import corpora, journal, runner
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
 
@@ -37,8 +37,8 @@ class Stop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         self.calls, self.after = 0, after
-        self._forward: Callable[..., torch.Tensor] = scoring.forward
-        monkeypatch.setattr(scoring, "forward", self)
+        self._forward: Callable[..., torch.Tensor] = runner.forward
+        monkeypatch.setattr(runner, "forward", self)
 
     def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
         self.calls += 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaattn_hf.errors import ModelUnavailable, UsageError
-from adaattn_hf.eval import corpora, runner, scoring, tasks
+from adaattn_hf.eval import corpora, runner, tasks
 from adaattn_hf.eval.objectives import special_tokens
 from adaattn_hf.eval.perplexity import totals
 from adaattn_hf.eval.settings import PADDINGS, Settings
@@ -29,7 +29,7 @@ def test_scores_are_their_definitions() -> None:
     torch.manual_seed(3)
     logits = [torch.randn(2, 5, 7) * 3 for _ in range(2)]
     windows = [window_of(5, [0, 3], [6, 2]), window_of(5, [4], [1])]
-    scores = scoring.score(logits, windows, (0, 0))
+    scores = runner.score(logits, windows, (0, 0))
     for token, (row, column, target) in enumerate([(0, 0, 6), (0, 3, 2), (1, 4, 1)]):
         p, q = ([math.exp(v) for v in arm[row, column].double().tolist()] for arm in logits)
         p, q = ([v / sum(r) for v in r] for r in (p, q))
@@ -44,8 +44,8 @@ def test_scores_are_their_definitions() -> None:
 def test_more_rows_than_are_taken_at_a_time() -> None:
     logits = torch.randn(1, 200, 11)
     windows = [window_of(200, list(range(200)), [i % 11 for i in range(200)])]
-    whole = scoring.score([logits, logits], windows, (0,))
-    alone = [scoring.score([logits], [window_of(200, [i], [i % 11])], (0,)).nll[0, 0] for i in range(200)]
+    whole = runner.score([logits, logits], windows, (0,))
+    alone = [runner.score([logits], [window_of(200, [i], [i % 11])], (0,)).nll[0, 0] for i in range(200)]
     assert whole.nll.shape == (2, 200)
     assert whole.nll[0].tolist() == alone
     assert not whole.kl.any()
@@ -54,7 +54,7 @@ def test_more_rows_than_are_taken_at_a_time() -> None:
 def test_impossible_tokens_make_no_nan() -> None:
     first = torch.tensor([[[0.0, -math.inf, 1.0]]])
     second = torch.tensor([[[0.5, -math.inf, 1.0]]])
-    scores = scoring.score([first, second], [window_of(1, [0], [0])], (0,))
+    scores = runner.score([first, second], [window_of(1, [0], [0])], (0,))
     assert np.isfinite(scores.kl).all()
     assert scores.kl[0, 0] > 0
 
@@ -62,7 +62,7 @@ def test_impossible_tokens_make_no_nan() -> None:
 @given(st.lists(st.integers(1, 6), max_size=60), st.integers(1, 9), st.sampled_from(PADDINGS))
 def test_every_window_is_in_one_batch(lengths: list[int], batch_size: int, padding: str) -> None:
     windows = [window_of(n, [n - 1], [0]) for n in lengths]
-    batches = scoring.plan_batches(windows, batch_size, padding)
+    batches = runner.plan_batches(windows, batch_size, padding)
     assert sorted(i for batch in batches for i in batch) == list(range(len(windows)))
     assert all(1 <= len(batch) <= batch_size for batch in batches)
     if padding == "none":
@@ -121,8 +121,8 @@ def test_a_worse_arm_shows(loaded: checkpoint.Checkpoint) -> None:
     models = checkpoint.arms(loaded, ["sdpa", "sdpa"])
     models[1].model.layers[0].self_attn.v_proj = torch.nn.Linear(32, 16, bias=False)
     windows = [TokenWindow(0, np.arange(5, 25), np.arange(20), np.arange(6, 26))]
-    keywords, offsets = scoring.collate(windows, torch.device("cpu"))
-    scores = scoring.score([scoring.forward(m, keywords) for m in models], windows, offsets)
+    keywords, offsets = runner.collate(windows, torch.device("cpu"))
+    scores = runner.score([runner.forward(m, keywords) for m in models], windows, offsets)
     assert (scores.nll[0] != scores.nll[1]).all()
     assert scores.kl.min() > 0
     assert not scores.agree.all()

@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 
 import adaattn_hf
-from adaattn_hf.eval.scoring import forward
+from adaattn_hf.eval.runner import forward
 from adaattn_hf.eval.timing import peak_bytes
 from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 from adaattn_hf.patches.models.cache_keyword import CACHE_KEYWORDS, cache_in, cache_keyword, with_cache

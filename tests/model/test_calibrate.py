@@ -19,16 +19,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from adaattn_cli.place import nats
+from adaattn_cli.job import nats
 from adaattn_hf.attention.listeners import tapping
-from adaattn_hf.calibration import fisher, ladder, search
+from adaattn_hf.calibration import fisher, search
 from adaattn_hf.calibration import measure as measuring
 from adaattn_hf.calibration import proof as verify
 from adaattn_hf.calibration.calibrate import choose_and_verify, known
 from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.layers import Measurement, observe_layers
-from adaattn_hf.calibration.measure import measure
-from adaattn_hf.calibration.memory import forecast
+from adaattn_hf.calibration.measure import forecast, measure
 from adaattn_hf.calibration.search import Joint
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
@@ -42,7 +41,7 @@ from adaattn_hf.plans.plan import EXACT, Plan, PlanError
 from adaattn_hf.plans.sampled import row_outputs
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats.paired import Ratio, TokenScores
-from adaattn_hf.stats.rows import stratified_rows
+from adaattn_hf.stats.profile import stratified_rows
 from studies.ablation import KEPT, row_of
 from studies.budget.held_out import ratio
 
@@ -297,9 +296,10 @@ def test_comparing_an_arm_with_itself_gives_nothing(model: LlamaForCausalLM) -> 
 
 def lossy(lost: Callable[[np.ndarray], int]) -> Callable[..., Joint]:
     """Measures whole plans as they are, but for the needles that picks lose of 48."""
+    measured = search.joint
 
     def joint(measurement: Measurement, picks: np.ndarray, *given: Any) -> Joint:
-        return replace(search.joint(measurement, picks, *given), needles=(lost(picks), 0, 48))
+        return replace(measured(measurement, picks, *given), needles=(lost(picks), 0, 48))
 
     return joint
 
@@ -313,7 +313,7 @@ def test_a_plan_that_loses_needles_is_tamed_before_its_proof(
     needles = np.full((4, len(CHOICES)), 1e-3)
     needles[2], needles[:, 0] = 1.0, 0.0
     measurement.state.needles[LENGTH] = needles
-    monkeypatch.setattr(ladder, "joint", lossy(lambda picks: 20 * bool(picks[2])))
+    monkeypatch.setattr(search, "joint", lossy(lambda picks: 20 * bool(picks[2])))
     tamed = choose_and_verify(measurement, SETTINGS)
     steps = [step["needles"] for step in tamed.report["history"] if "needles" in step]
     assert [(20, 0, 48)] in steps
@@ -324,7 +324,7 @@ def test_a_plan_that_loses_needles_is_tamed_before_its_proof(
         [True, False],
     ]
     # nothing that saves time keeps them: no text is spent on a proof
-    monkeypatch.setattr(ladder, "joint", lossy(lambda picks: 20))
+    monkeypatch.setattr(search, "joint", lossy(lambda picks: 20))
     none = choose_and_verify(measurement, SETTINGS)
     assert (none.met, [step for step in none.report["history"] if "verified" in step]) == (False, [])
     assert "keeps the needles in the calibration text; --needles allows more" in none.sentence
@@ -344,7 +344,7 @@ def test_risks_for_retrieval_that_overflow_forbid_a_choice_once_needles_are_lost
     monkeypatch.setattr(measuring, "_risks_of_window", overflown)
     measurement = measure(open_inputs(model, encode, text, SETTINGS), prices=letter_prices())
     assert measurement.state.needles[LENGTH][2].tolist() == [0.0, *[math.inf] * (len(CHOICES) - 1)]
-    monkeypatch.setattr(ladder, "joint", lossy(lambda picks: 20 * bool(picks[2])))
+    monkeypatch.setattr(search, "joint", lossy(lambda picks: 20 * bool(picks[2])))
     tamed = choose_and_verify(measurement, SETTINGS)
     assert tamed.met, tamed.sentence
     assert [[choice.is_exact for choice in layer.choices] for layer in tamed.plan.layers][1] == [True, False]
@@ -374,7 +374,7 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
 def test_needles_that_are_lost_end_the_sequence_and_say_so(
     measurement: Measurement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ladder, "joint", lossy(lambda picks: 0))
+    monkeypatch.setattr(search, "joint", lossy(lambda picks: 0))
     monkeypatch.setattr("adaattn_hf.eval.needles.retrieved", lambda _, hay, tap: (tap is exact_tap,) * len(hay.answers))
     fresh = replace(measurement, inputs=replace(measurement.inputs, retrieved={}))
     failed = choose_and_verify(fresh, replace(SETTINGS, needles_lost=0.0))

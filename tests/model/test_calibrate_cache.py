@@ -11,15 +11,14 @@ import torch
 from transformers import LlamaForCausalLM
 
 import adaattn_hf
-from adaattn_cli.pictures.grid import notes
+from adaattn_cli.pictures.headline import notes
 from adaattn_cli.pictures.page import explorer
 from adaattn_hf.attention.listeners import listening, tapping
 from adaattn_hf.calibration.calibrate import choose_and_verify
-from adaattn_hf.calibration.ladder import Candidate, ladder
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.passes import stock_distance
-from adaattn_hf.calibration.search import roundings, solve, storages
+from adaattn_hf.calibration.search import Candidate, ladder, roundings, solve, storages
 from adaattn_hf.calibration.settings import Calibration
 from adaattn_hf.eval.arms import FIRST, stored_tap
 from adaattn_hf.eval.objectives import MaskedTokens
@@ -28,9 +27,8 @@ from adaattn_hf.patches.plans.layers import attention_modules
 from adaattn_hf.patches.plans.slots import layer_of
 from adaattn_hf.plans.limits import Gates, unproven
 from adaattn_hf.plans.plan import Plan, PlanError
-from adaattn_hf.policy.knapsack import of_cache
+from adaattn_hf.policy.knapsack import SolverTable, of_cache
 from adaattn_hf.policy.prices import PriceTable
-from adaattn_hf.policy.table import SolverTable
 
 from ..support.cached import ids
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan

@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
 import adaattn_hf
+from adaattn_cli.calibrate import BUDGET_NOT_MET, evaluation
 from adaattn_cli.commands import CALIBRATE
-from adaattn_cli.job import STAGES, Job, out_of_memory, outlook
-from adaattn_cli.place import directory
-from adaattn_cli.storing import BUDGET_NOT_MET, evaluation
+from adaattn_cli.job import STAGES, Job, directory
 from adaattn_hf._files import write_atomically
 from adaattn_hf.calibration import calibrate as calibration
 from adaattn_hf.calibration import fisher, inputs, layers, pricing
@@ -437,7 +436,7 @@ def test_no_room_is_a_sentence_that_says_what_would_fit_and_what_is_kept(
 @pytest.mark.parametrize(("where", "doing", "measured"), [
     ("calibration.measure.forecast", f"reading the first sequence of {LENGTH} tokens", (3, 1)),
     ("calibration.measure.pricing.measure_prices", f"timing attention of 1 times {LENGTH} tokens", (0, 1)),
-    ("calibration.ladder.joint", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
+    ("calibration.search.joint", f"measuring whole plans on 3 sequences of {LENGTH} tokens", (0, 0)),
     ("calibration.proof.stored_tap", f"verifying a plan on sequences of {LENGTH} tokens", (0, 0)),
 ])  # fmt: skip
 def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
@@ -462,7 +461,7 @@ def test_no_room_in_any_phase_keeps_what_was_measured_before_it(
 
 def test_no_room_is_told_by_the_stage_that_had_none() -> None:
     job = Job("m", (Path("t.txt"),), None, Path("p"), CalibrationSettings(), None, CALIBRATE(), {})
-    said = {stage: out_of_memory(job, "cpu", stage, "full") for stage in ("", *STAGES, "verify 4096")}
+    said = {stage: job.out_of_memory("cpu", stage, "full") for stage in ("", *STAGES, "verify 4096")}
     assert [stage for stage, words in said.items() if "verifying a plan" in words] == ["plans", "verify 4096"]
 
 
@@ -640,7 +639,7 @@ def test_before_anything_is_measured_it_is_said_how_long_it_takes_what_shortens_
     budgets = {Path("p/1pct"): 0.01, Path("p/2pct"): 0.02}
     job = Job("m", (Path("t.txt"),), None, Path("p"), CalibrationSettings(minutes=5.0), None, CALIBRATE(), budgets)
     stages = {"moments": 10.0, "risk": 600.0, "prices": 0.0, "plans": 295.0}
-    assert outlook(job, stages) == [
+    assert job.outlook(stages) == [
         "time: about 20 min in all (measuring risks 10 min, finding and verifying plans 10 min); shorter with "
         "--lengths 2048, --sequences 2 or --minutes N",
         "--minutes 5 will end it before that, perhaps without a plan",

@@ -10,9 +10,9 @@ import transformers as tf
 
 from adaattn_hf.calibration.calibrate import choose_and_verify
 from adaattn_hf.calibration.inputs import Inputs, OutOfTime
-from adaattn_hf.calibration.ladder import SHARES, TAMED
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.measure import measure
+from adaattn_hf.calibration.search import SHARES, TAMED
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import PriceTable

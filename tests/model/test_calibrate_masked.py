@@ -15,8 +15,7 @@ import transformers as tf
 import adaattn_hf
 from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher, inputs
-from adaattn_hf.calibration.assemble import report
-from adaattn_hf.calibration.calibrate import choose_and_verify
+from adaattn_hf.calibration.calibrate import choose_and_verify, report
 from adaattn_hf.calibration.layers import Measurement, unit_prices
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
@@ -31,9 +30,8 @@ from adaattn_hf.plans.choices import Setting
 from adaattn_hf.plans.choices.window import WINDOWS, WINDOWS_BOTH_WAYS
 from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import candidates
-from adaattn_hf.policy.knapsack import evaluate
+from adaattn_hf.policy.knapsack import SolverTable, evaluate
 from adaattn_hf.policy.prices import Price, PriceTable
-from adaattn_hf.policy.table import SolverTable
 from studies.budget.held_out import ratio
 
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan

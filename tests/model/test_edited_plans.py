@@ -13,8 +13,7 @@ from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 import adaattn_hf
-from adaattn_cli.pictures.grid import details
-from adaattn_cli.pictures.headline import headline
+from adaattn_cli.pictures.headline import details, headline
 from adaattn_hf.eval.demo import demo_model_path, heldout_pages
 from adaattn_hf.patches.cache.caches import stored_as
 from adaattn_hf.plans.card import card

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaattn_cli.pictures.grid import notes
+from adaattn_cli.pictures.headline import notes
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.capability import cpu_name

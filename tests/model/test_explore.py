@@ -14,7 +14,7 @@ from adaattn_hf.calibration.layers import Measurement, picks_of
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.search import solve, storages
 from adaattn_hf.calibration.settings import Calibration
-from adaattn_hf.policy.table import SolverTable
+from adaattn_hf.policy.knapsack import SolverTable
 from adaattn_hf.presets import load_preset
 
 from ..support.browser import CONTRASTS, drawn, needs_browser

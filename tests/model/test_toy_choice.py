@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import adaattn_hf
-from adaattn_cli.pictures.grid import heat_map
+from adaattn_cli.pictures.headline import heat_map
 from adaattn_cli.pictures.page import plan_page
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure

@@ -13,6 +13,7 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.stored import (
     StoredKV,
     _matrix,
+    cancelled,
     decode_scale,
     dequantise,
     direction_of,
@@ -40,13 +41,12 @@ def tokens(seed: int, *shape: int) -> Tensor:
     return x
 
 
-def stored(k: Tensor, v: Tensor, bits: int, rotated: bool, extras: bool) -> tuple[Tensor, Tensor, StoredKV]:
-    turned = k @ hadamard(k.shape[3]) if rotated else k
-    mean = turned.mean(2).contiguous() if extras else None
-    keys, key_scale = quantise(k, mean=mean, rotated=rotated)
-    values, value_scale = quantise(v, bits=bits, rotated=rotated)
+def stored(k: Tensor, v: Tensor, bits: int, extras: bool) -> tuple[Tensor, Tensor, StoredKV]:
+    mean = (k @ hadamard(k.shape[3])).mean(2).contiguous() if extras else None
+    keys, key_scale = quantise(k, mean=mean)
+    values, value_scale = quantise(v, bits=bits)
     first = k[:, :, 0].contiguous() if extras else None
-    return keys, values, StoredKV(key_scale, value_scale, mean, first, rotated)
+    return keys, values, StoredKV(key_scale, value_scale, mean, first)
 
 
 def rules_over_codes(record: StoredKV, **more: object) -> Rules:
@@ -59,12 +59,12 @@ def rules_over_codes(record: StoredKV, **more: object) -> Rules:
 @pytest.mark.parametrize("q_len", [1, 5, 200])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("plain", [False, True], ids=["turned", "plain"])
-def test_attention_reads_what_is_stored(level: str, q_len: int, dtype: torch.dtype, bits: int, plain: bool) -> None:
+@pytest.mark.parametrize("extras", [False, True], ids=["codes alone", "mean and first key"])
+def test_attention_reads_what_is_stored(level: str, q_len: int, dtype: torch.dtype, bits: int, extras: bool) -> None:
     """Floor: 100 dB of what the codes stand for with fp32 queries, 40 dB in half precision."""
     q = torch.randn(2, 8, q_len, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
     k, v = tokens(2, 2, 2, 900, 64), tokens(3, 2, 2, 900, 96)
-    keys, values, record = stored(k, v, bits, rotated=not plain, extras=not plain)
+    keys, values, record = stored(k, v, bits, extras)
     rules = rules_over_codes(record, causal=True, offset=900 - q_len)
     out, lse = launch.forward(q, keys, values, 0.02, rules, need_lse=True, level=LEVELS.index(level))
     structure = MaskStructure(2, q_len, 900, causal=True, q_offset=900 - q_len)
@@ -81,7 +81,7 @@ def test_scores_that_are_compared_with_others_get_their_mean_back(level: str, q_
     """Softcap, a bias and learned sinks see the scores themselves, not what softmax leaves of them."""
     q = torch.randn(1, 4, q_len, 32, generator=torch.Generator().manual_seed(1))
     k, v = tokens(2, 1, 2, 130, 32), tokens(3, 1, 2, 130, 32)
-    keys, values, record = stored(k, v, 8, rotated=True, extras=True)
+    keys, values, record = stored(k, v, 8, extras=True)
     sinks = torch.tensor([0.5, -1.0, 3.0, 0.0])
     rules = rules_over_codes(record, softcap=2.0, sink_logits=sinks)
     out, _ = launch.forward(q, keys, values, 0.05, rules, level=LEVELS.index(level))
@@ -101,7 +101,7 @@ def test_storing_rounds_as_the_definition_does(level: str, bits: int, dtype: tor
     codes, scale = quantise(x, bits=bits, mean=mean)
     ours = torch.zeros(2, 3, 50, codes.shape[3], dtype=codes.dtype)
     scales = torch.zeros(2, 3, 50, dtype=torch.uint8)
-    store(x, ours[:, :, 5:45], scales[:, :, 5:45], mean=mean, rotated=True, level=LEVELS.index(level))
+    store(x, ours[:, :, 5:45], scales[:, :, 5:45], mean=mean, level=LEVELS.index(level))
     assert (scales[:, :, 5:45] == scale).float().mean() > 0.99
     assert sqnr(dequantise(codes, scale), dequantise(ours[:, :, 5:45], scales[:, :, 5:45])) > 45
     assert not ours[:, :, :5].any()
@@ -121,7 +121,7 @@ def test_errors_cancel_along_the_mean_of_the_queries(level: str, dim: int) -> No
     plain, plain_scale = quantise(x, mean=mean)
     wanted, scale = quantise(x, mean=mean, along=along)
     codes, scales = torch.zeros_like(wanted), torch.zeros_like(scale)
-    store(x, codes, scales, mean=mean, along=along, rotated=True, level=LEVELS.index(level))
+    store(x, codes, scales, mean=mean, along=along, level=LEVELS.index(level))
     # but where costs or neighbours are equal to the last bit of a sum
     assert (codes != wanted).any(3).float().mean() < 0.05
     assert sqnr(dequantise(wanted, scale), dequantise(codes, scales)) > 45
@@ -135,8 +135,7 @@ def test_errors_cancel_along_the_mean_of_the_queries(level: str, dim: int) -> No
         assert lost(made, its, around) < 1.1 * lost(plain, plain_scale, around)
         assert int((made.short() - plain.short()).abs().max()) == 1
     peaks = torch.full((1, 1, 4, dim), 127.0)  # codes at the end of their range have one neighbour
-    edge, _ = quantise(peaks, along=torch.ones(1, 1, dim) / dim**0.5, rotated=False)
-    assert int(edge.max()) <= 127
+    assert float(cancelled(peaks, peaks, torch.ones(1, 1, dim) / dim**0.5).max()) <= 127
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -144,7 +143,7 @@ def test_tokens_are_written_at_their_place_in_the_room_and_nowhere_else(bits: in
     x = torch.randn(2, 3, 2, 64)
     codes = torch.full((2, 3, 9, 64 if bits == 8 else 32), 7, dtype=torch.int8 if bits == 8 else torch.uint8)
     scale = torch.full((2, 3, 9), 7, dtype=torch.uint8)
-    store(x, codes, scale, rotated=True, at=4)
+    store(x, codes, scale, at=4)
     expected, scales = quantise(x, bits=bits)
     assert (codes[:, :, 4:6].int() - expected.int()).abs().max() <= (1 if bits == 8 else 16)
     assert torch.equal(scale[:, :, 4:6], scales)

@@ -5,8 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from adaattn_hf.calibration import assemble, inputs
 from adaattn_hf.calibration import calibrate as calibration
+from adaattn_hf.calibration import inputs
 from adaattn_hf.calibration.inputs import Inputs, Run
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.settings import Calibration
@@ -27,7 +27,7 @@ def _run(more: dict[str, Any]) -> Run:
 
 
 def save_plan(model: Any, result: Calibration, directory: Path) -> None:
-    assemble.save_plan(model, result, directory)
+    calibration.save_plan(model, result, directory)
 
 
 def price_table(length: int, row: Mapping[str, float | Price], decode: bool = True) -> PriceTable:

@@ -174,13 +174,13 @@ def judge_stored(asked: Stored) -> str:
     """
     x, codes, scale, mean = (asked.parts[name] for name in ("x", "codes", "scale", "mean"))
     try:
-        store(x, codes, scale, mean=mean, rotated=False)
+        store(x, codes, scale, mean=mean)
     except Exception as error:  # which one is what is judged
         if raised_here(error):
             return "refused"
         raise AssertionError(f"{asked}: {error!r}") from error
     try:
-        made, scales = quantise(x, bits=4 if codes.dtype is torch.uint8 else 8, mean=mean, rotated=False)
+        made, scales = quantise(x, bits=4 if codes.dtype is torch.uint8 else 8, mean=mean)
     except (RuntimeError, IndexError, TypeError) as error:
         raise AssertionError(f"{asked}: served though it means nothing") from error
     count = x.shape[2]

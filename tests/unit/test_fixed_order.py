@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaattn_hf.calibration import ladder as steps
 from adaattn_hf.calibration import search
+from adaattn_hf.calibration import search as steps
 from adaattn_hf.calibration.inputs import Run
-from adaattn_hf.calibration.ladder import SHARES, falling, ladder
-from adaattn_hf.calibration.search import LEAST_KL, Joint
+from adaattn_hf.calibration.search import LEAST_KL, SHARES, Joint, falling, ladder
 from adaattn_hf.plans.limits import Gates
 from adaattn_hf.policy.knapsack import Allocation
 from studies.fixed_order import returned, rows

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_cli.pictures.grid import details, grid, heat_map
+from adaattn_cli.pictures.headline import details, grid, heat_map
 from adaattn_hf.plans.choices.window import Window
 from adaattn_hf.plans.plan import (
     EXACT,

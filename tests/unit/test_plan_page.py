@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaattn_cli.pictures.grid import below, heat_map, print_plan
-from adaattn_cli.pictures.headline import Bought, bought, cost, digest, speed_of
+from adaattn_cli.pictures.headline import Bought, below, bought, cost, digest, heat_map, print_plan, speed_of
 from adaattn_cli.pictures.page import plan_page, rounded
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord

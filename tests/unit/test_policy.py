@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from adaattn_hf.calibration.ladder import REHEARSED
+from adaattn_hf.calibration.search import REHEARSED
 from adaattn_hf.calibration.state import CalibrationState
 from adaattn_hf.plans.choices import EXACT, Setting
 from adaattn_hf.plans.choices.window import WINDOWS

@@ -12,7 +12,7 @@ from adaattn_hf.attention import heads
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.stats import profile, spectrum
-from adaattn_hf.stats.rows import stratified_rows
+from adaattn_hf.stats.profile import stratified_rows
 
 from ..support.statistics import causal_visible, sqnr
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from adaattn_cli.commands import CALIBRATE
-from adaattn_cli.fit import LENGTHS, count_tokens, fit_to_text
-from adaattn_cli.job import Job, job_of
+from adaattn_cli.job import LENGTHS, Job, count_tokens, fit_to_text, job_of
 from adaattn_cli.options import share
 from adaattn_hf.calibration.inputs import LEAST_HELD_OUT
 from adaattn_hf.calibration.settings import CalibrationSettings

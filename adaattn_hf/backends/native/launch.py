@@ -147,7 +147,7 @@ def rules_of(call: AttentionCall, rules: Rules | None = None) -> Rules:
     if stored is not None:
         changes = dict(
             key_scale=stored.key_scale, value_scale=stored.value_scale, key_mean=stored.key_mean,
-            first_key=stored.first_key, rotated=3 if stored.rotated else 0,
+            first_key=stored.first_key,
         )  # fmt: skip
     if bias is not None:
         bias = bias.detach()

@@ -59,6 +59,7 @@ class Library:
         forward: `ada_forward` of the handle.
         path: Where it was loaded from.
         level: Number of the instruction set that calls use, see `LEVELS`.
+        levels: Names of those that it holds kernels for and this machine has.
         threads: Why it is or is not parallel, in words.
     """
 
@@ -66,16 +67,13 @@ class Library:
     forward: Callable[[bytes], int]
     path: Path
     level: int
+    levels: tuple[str, ...]
     threads: str
 
     @property
     def level_name(self) -> str:
         """Name of the instruction set that calls use."""
         return LEVELS[self.level]
-
-    def has_level(self, name: str) -> bool:
-        """Whether the library holds kernels for an instruction set that this machine has."""
-        return bool(self.handle.ada_has_level(LEVELS.index(name)))
 
 
 def load(directory: Path) -> Library | str:
@@ -120,9 +118,9 @@ def load(directory: Path) -> Library | str:
     best = int(handle.ada_best_level())
     if not 0 <= best < len(LEVELS):
         return f"the native library names instruction set {best}, expected 0 to {len(LEVELS) - 1}; reinstall adaattn-hf"
-    runnable = [name for number, name in enumerate(LEVELS) if handle.ada_has_level(number)]
+    runnable = tuple(name for number, name in enumerate(LEVELS) if handle.ada_has_level(number))
     level = LEVELS.index(from_environment(LEVEL_VARIABLE, runnable, LEVELS[best]))
-    return Library(handle, handle.ada_forward, path, level, _share_threads(handle))
+    return Library(handle, handle.ada_forward, path, level, runnable, _share_threads(handle))
 
 
 def _is_cut_off(path: Path) -> bool:
@@ -186,7 +184,7 @@ def level_here() -> str:
 def level_names() -> tuple[str, ...]:
     """Instruction sets that can run on this machine; empty without a library."""
     native = library()
-    return () if native is None else tuple(name for name in LEVELS if native.has_level(name))
+    return () if native is None else native.levels
 
 
 def reset_peak() -> None:

@@ -27,6 +27,7 @@ OFFSETS = 1 << 40
 """An address up to which it may be but the offset of a view into a storage that was freed: that one begins at 0."""
 
 _EIGHT_BITS = 5  # the number of `StoredKV`'s scales among the dtypes of the C interface
+_ROTATED = 3  # by `hadamard` are keys (1) and values (2) of a cache
 COMPUTE = {"model": 0, "bf16": 1, "int8": 2}
 NONE4 = (0, 0, 0, 0)
 _NONE3 = (0, 0, 0)
@@ -54,7 +55,6 @@ class Rules:
         key_mean: Of the batch, or of each row; subtracted from keys before they are rounded to int8, here or by whoever
             stored them.
         first_key: Stands for the first of the stored keys.
-        rotated: 1 where stored keys, 2 where stored values are those of vectors rotated by `hadamard`, 3 for both.
         visible: What queries see, packed once by `find_rules`, as the layers of a pass share it; else empty.
     """
 
@@ -74,7 +74,6 @@ class Rules:
     compute: str = "model"
     key_mean: Tensor | None = field(default=None, metadata={"covers": ("bgd", torch.float32, "contiguous")})
     first_key: Tensor | None = field(default=None, metadata={"covers": ("bgd", torch.float32, "contiguous")})
-    rotated: int = 0
     visible: bytes = b""
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Tensor], bytes]:
@@ -102,7 +101,7 @@ class Rules:
             pointer(scale), pointer(self.value_scale), 0 if scale is None else _EIGHT_BITS,
             *(_NONE3 if scale is None else scale.stride()),
             *(_NONE3 if self.value_scale is None else self.value_scale.stride()),
-            pointer(first), self.rotated, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
+            pointer(first), 0 if scale is None else _ROTATED, pointer(mean), 0 if mean is None else _broadcast(mean)[0],
         )  # fmt: skip
         return tensors, (self.visible or self.visible_packed()) + self.heads_packed() + scores + stored
 
@@ -165,7 +164,7 @@ def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:
     step = 0 if batch == 1 or not mean else kv_heads * dim
     return _SCORES_ALONE + STORED.pack(
         keys.data_ptr(), values.data_ptr(), _EIGHT_BITS, *keys.stride(), *values.stride(),
-        first, 3 if stored.rotated else 0, mean, step,
+        first, _ROTATED, mean, step,
     )  # fmt: skip
 
 

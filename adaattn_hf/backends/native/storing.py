@@ -22,7 +22,6 @@ def store(
     *,
     mean: Tensor | None = None,
     along: Tensor | None = None,
-    rotated: bool = True,
     level: int | None = None,
     at: int = 0,
 ) -> None:
@@ -30,9 +29,9 @@ def store(
 
     `x` is `[batch, heads, n, head_dim]`, of any strides; from place `at` on belong its `codes`, int8 `[batch, heads,
     room, head_dim]`, or uint8 with half the channels, four bits each, and its `scale`, uint8 `[batch, heads, room]`.
-    Vectors are turned by `hadamard(head_dim)` where they are `rotated`; then a `mean` is taken off, fp32 `[batch,
-    heads, head_dim]`. `along`, alike and of length 1, is the direction along which the errors of int8 codes cancel.
-    `level` is the number of an instruction set, for tests, else the library's choice.
+    Vectors are turned by `hadamard(head_dim)`; then a `mean` is taken off, fp32 `[batch, heads, head_dim]`. `along`,
+    alike and of length 1, is the direction along which the errors of int8 codes cancel. `level` is the number of an
+    instruction set, for tests, else the library's choice.
 
     Raises:
         RuntimeError: The library is missing, or values of four bits do not come in groups of 32 channels.
@@ -58,7 +57,7 @@ def store(
     status = native.handle.ada_store(
         STORE.pack(
             x_at, codes_at + at * steps[2], scale_at + at * scale_steps[2], 0 if mean is None else mean.data_ptr(),
-            DTYPES[x.dtype], DTYPES[codes.dtype], rotated, *x.shape, *x.stride(), *steps, *scale_steps,
+            DTYPES[x.dtype], DTYPES[codes.dtype], True, *x.shape, *x.stride(), *steps, *scale_steps,
             torch.get_num_threads(), native.level if level is None else level,
             0 if along is None else along.data_ptr(),
         )

@@ -119,8 +119,7 @@ def decode_codes(  # type: ignore[no-untyped-def]
     """`decode.decode` over codes: int8 keys, values of BITS.
 
     Scales are read with the codes, `mean` is that of a head's keys, `first` the first key of the batch row. ROTATION and
-    ROTATION_V are the blocks of channels by which keys and values were rotated (`attention.stored.hadamard`), 0 where they were
-    not. SUMS: queries are turned without a matrix, which would fill the shared memory. Those in fp32 are, too: ptxas 12.8
+    ROTATION_V are the blocks of channels by which keys and values were rotated (`attention.stored.hadamard`). SUMS: queries are turned without a matrix, which would fill the shared memory. Those in fp32 are, too: ptxas 12.8
     compiled wrongly what their thousands of products by a matrix are. Channels of a row adjoin, and rows of values begin at
     even addresses; CLOSE: rows adjoin, too, and are powers of two, all are read, and there are BLOCK_N at least. A tile is
     BLOCK_N keys, shared out to WARPS.
@@ -174,8 +173,8 @@ def decode_codes(  # type: ignore[no-untyped-def]
         first_key = tl.load(first_ptr + (row * kv_heads + kv_head) * DIM + d, mask=d < DIM, other=0.0)
         of_first = tl.sum(q_tile.to(tl.float32) * first_key[None, :], 1)
     x = q_tile.to(tl.float32)
-    if ROTATION:  # products of rotated queries and rotated keys are those of both as they were
-        x = turned(x, PAD, ROTATION) if WIDE or SUMS else rotated(q_tile, 0, PAD, PAD, ROTATION, "ieee")
+    # products of rotated queries and rotated keys are those of both as they were
+    x = turned(x, PAD, ROTATION) if WIDE or SUMS else rotated(q_tile, 0, PAD, PAD, ROTATION, "ieee")
     if HAS_MEAN:
         of_mean = tl.sum(x * mean[None, :], 1)
     peak = tl.max(tl.abs(x), 1)

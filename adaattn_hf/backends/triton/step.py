@@ -160,10 +160,10 @@ def attend_step(
     else:
         mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
         steps = *scales[0].stride(), *scales[1].stride()
-        rotation = value_dim & -value_dim if stored.rotated else 0
+        rotation = value_dim & -value_dim
         constants |= {
             "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
-            "ROTATION": dim & -dim if stored.rotated else 0, "ROTATION_V": rotation,
+            "ROTATION": dim & -dim, "ROTATION_V": rotation,
             "CLOSE": windows is None and rows is None and kv_len >= constants["BLOCK_N"]
             and (constants["PAD"], constants["PAD_V"]) == (dim, value_dim)
             and (strides[1][2], strides[2][2]) == (key.shape[3], value.shape[3]),
