@@ -229,7 +229,7 @@ VERIFY = Command(
     Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
     be read; 4 model unavailable; 6 out of memory.
     """,
-    {"Basic": ("data", "plan", "device"), "Proof": ("held_out", "top1", "max_kl", "needles_lost")},
+    {"Basic": ("data", "plan", "device"), "Verification": ("held_out", "top1", "max_kl", "needles_lost")},
     model=argument(str, ..., "Hub id or directory of the model that the plan was made for."),
     data=Option(list[Path], (), f"{TEXT}; the plan must pass on each."),
     plan=Option(Path, None, "File, directory or hub id of the plan. Default: the one that MODEL carries, or "

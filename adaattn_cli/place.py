@@ -1,4 +1,4 @@
-"""The budgets of a calibration, and where its plans go: not into a model unless asked, not over what is others'."""
+"""Reads budgets, and finds the directories of plans: no plan is written into a model unless asked, or over another's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from adaattn_hf.errors import UsageError
 from adaattn_hf.patches.plans.configured import other_model
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import PLAN_FILE
 from adaattn_hf.plans.wording import allowed
 
 from .options import DEMO_DIRECTORY, PLAN_DIRECTORY, Options
@@ -58,6 +59,13 @@ def folders(budgets: Sequence[str]) -> list[str]:
         if names[-1] in names[:-1]:
             raise ValueError(f"budget is {', '.join(budgets)}, expected each once; leave the second {text} out")
     return names
+
+
+def default_plan() -> Path:
+    """Returns the directory that plans are read from where none is named; UsageError if it holds none."""
+    if not any(Path(PLAN_DIRECTORY).rglob(PLAN_FILE)):
+        raise UsageError(f"plan: no plan in {PLAN_DIRECTORY}; run `adaattn calibrate MODEL`, or name another directory")
+    return Path(PLAN_DIRECTORY)
 
 
 def directory(options: Options, inside: str = "") -> Path:

@@ -38,8 +38,9 @@ from adaattn_hf.plans.wording import share as in_percent
 from .commands import JUDGED
 from .ending import ending, room_or_sentence, use_threads
 from .job import scoring_of
-from .options import PLAN_DIRECTORY, Done, Options
+from .options import Done, Options
 from .pictures.headline import name_of
+from .place import default_plan
 
 
 def run(options: Options) -> Done:
@@ -79,7 +80,7 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     refuse_repeats(options.data, None)
     carried = Path(model) / PLAN_FILE
-    path = options.plan or (Path(model) if carried.is_file() else Path(PLAN_DIRECTORY))
+    path = options.plan or (Path(model) if carried.is_file() else default_plan())
     plan = Plan.from_pretrained(path)
     room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
     verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"
