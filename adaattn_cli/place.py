@@ -1,4 +1,4 @@
-"""Reads budgets, and finds the directories of plans: no plan is written into a model unless asked, or over another's."""
+"""Reads budgets, and finds the directories of plans: none is written into a model unasked, or over another's plan."""
 
 from __future__ import annotations
 
@@ -127,11 +127,9 @@ def _refuse_kept(target: Path, argument: str, remedy: str) -> None:
 
 
 def _refuse_checkpoint(target: Path) -> None:
-    weights = [
-        file.name for kind in WEIGHTS for file in sorted(target.glob(kind)) if not file.name.startswith("adaattn_")
-    ]
-    ours = (target / "adaattn_plan.json").is_file()
-    if weights or ((target / "config.json").is_file() and not ours):
+    names = [file.name for kind in WEIGHTS for file in sorted(target.glob(kind))]
+    weights = [name for name in names if not name.startswith("adaattn_")]
+    if weights or ((target / "config.json").is_file() and not (target / PLAN_FILE).is_file()):
         raise UsageError(
             f"output_dir: {target} holds {weights[0] if weights else 'config.json'} of a model, whose config.json "
             f"would be overwritten, expected a directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
@@ -140,7 +138,7 @@ def _refuse_checkpoint(target: Path) -> None:
 
 def refuse_other_plan(target: Path, config: Any, model: Any = None) -> None:
     """Refuses a directory that holds another model's plan, by its configuration or, once loaded, by its weights."""
-    if not (target / "adaattn_plan.json").is_file():
+    if not (target / PLAN_FILE).is_file():
         return
     remedy = f"give another directory (--output-dir), or delete {target}"
     try:

@@ -79,8 +79,7 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
     if not options.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     refuse_repeats(options.data, None)
-    carried = Path(model) / PLAN_FILE
-    path = options.plan or (Path(model) if carried.is_file() else default_plan())
+    path = options.plan or (Path(model) if (Path(model) / PLAN_FILE).is_file() else default_plan())
     plan = Plan.from_pretrained(path)
     room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
     verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"
