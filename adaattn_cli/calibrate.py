@@ -201,11 +201,14 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     (job.target / FAILED_FILE).unlink(missing_ok=True)
     remove_plan(model)  # what follows is measured beside exact attention
     passes = [Benefit(**one) for one in result.report.get("whole_forward", [])]
+    uses = [
+        f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
+        f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
+    ]
     lines = [
         *([result.report["cache"]] if result.met and "cache" in result.report else []),
         f"plan: {job.target}",
-        f"use: adaattn_hf.load_plan(model, {str(job.target)!r})",
-        f"compare with stock attention: {evaluation(job, result.plan.dtype)}",
+        *(uses if result.met else []),  # to run what is exact gains nothing
         f"picture: {picture}",
         f"other budgets: adaattn plan explore {shlex.quote(str(job.target))} --html FILE",
         *gains(passes, measurement.inputs.settings, longest_input(model)),

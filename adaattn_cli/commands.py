@@ -59,17 +59,14 @@ def _check_eval(options: Options) -> None:
 EVAL = Command(
     """Compare an attention implementation with stock attention on real text.
 
-    Without MODEL it measures the three small models that come with the package, on their held-out text, offline. All
-    arms read the same tokens in the same batches. The report has perplexity (token, word, byte), the paired difference
-    with a confidence interval over documents, KL, top-1 agreement, activation rate, speed and memory. --resume
-    continues an interrupted run (Ctrl-C). Under `accelerate launch` or `torchrun` the processes share the batches.
+    Without MODEL it measures the three small models that come with the package, on their held-out text, offline. Both
+    implementations read the same tokens in the same batches. The report has perplexity, its difference with a
+    confidence interval over documents, how far predictions agree, speed and memory. Under `accelerate launch` or
+    `torchrun` the processes share the batches.
 
-    Exit codes: 0 done; the bound, if one was asked for, is kept; 1 measured, but the bound that was asked for
-    (--max-ppl-ratio) is broken; 2 usage: an argument is wrong, or two contradict each other; 3 data
-    unavailable: the corpus is neither local, nor cached, nor to be downloaded, or cannot be read; 4 model unavailable:
-    no such checkpoint, no tokenizer, no output head, or no such attention; 5 the output directory belongs to another
-    run (the reason names what differs); 6 out of memory: what would fit is said; finished work is kept and --resume
-    continues it; 130 interrupted (143 by SIGTERM); finished work is kept and --resume continues it.
+    Exit codes: 0 done; 1 measured, but the bound of --max-ppl-ratio is broken; 2 wrong arguments; 3 no data; 4 no such
+    model, tokenizer, output head or attention; 5 --output-dir belongs to another run; 6 out of memory; 130 interrupted
+    (143 by SIGTERM). After these three finished work is kept, and --resume continues it.
     """,
     {
         "Basic": ("data", "plan", "attn_implementation", "baseline", "dtype", "device", "batch_size", "output_dir"),
@@ -128,7 +125,7 @@ PROFILE = Command(
 
     It samples rows and makes no attention matrix, so 8k tokens and more fit. The page in --output-dir works offline.
 
-    Exit codes: 0 done; 2 usage; 3 data unavailable; 4 model unavailable.
+    Exit codes: 0 done; 2 wrong arguments; 3 data unavailable; 4 model unavailable.
     """,
     {"Basic": ("data", "length", "plan", "maps", "output_dir", "dtype", "device")},
     _check_profile,
@@ -150,7 +147,7 @@ PROFILE = Command(
 EXPLAIN = Command(
     """Print which attention backend runs in each layer, and why the others do not.
 
-    Exit codes: 0 done; 2 usage; 4 model unavailable, or the named backend refuses it.
+    Exit codes: 0 done; 2 wrong arguments; 4 model unavailable, or the named backend refuses it.
     """,
     model=argument(str, ..., "Hub id or directory; only its configuration is read."),
     attn_implementation=Option(str, "adaattn", "Attention implementation."),
@@ -168,9 +165,9 @@ EXPLAIN = Command(
 CALIBRATE = Command(
     """Make a plan for a loss budget, verify it on held-out text, and save it.
 
-    Without MODEL it uses a small LLaMA and the pages that come with the package: offline, about a minute.
-
-    Under `accelerate launch` or `torchrun` the processes share the work and make one plan.
+    Without MODEL it uses a small LLaMA and the pages that come with the package: offline, about a minute. For yours:
+    `adaattn calibrate MODEL --data books/ --verify-data news.txt --budget 0.1%`. Under `accelerate launch` or
+    `torchrun` the processes share the work and make one plan.
 
     Exit codes: 0 a plan passed for every budget; 2 wrong arguments; 3 a file cannot be read or written; 4 no plan
     passed for a budget, so it stays exact; 6 out of memory; 130 interrupted (143 by SIGTERM).
@@ -184,8 +181,7 @@ CALIBRATE = Command(
         ),
     },
     model=argument(str, None, "Hub id or directory of a causal or masked LM. Default: the packaged LLaMA."),
-    data=Option(list[Path], (), f"{TEXT}; each source counts equally. Default for the packaged model: the packaged "
-        "pages."),
+    data=Option(list[Path], (), f"{TEXT}; each source counts equally. Needed for a MODEL of yours."),
     budget=Option(list[str], (), "Allowed rise of perplexity (0.1%) or loss in nats/token (1e-3). Given several times: "
         "one measurement, and a plan for each. Default: 0.1%; 1% for the packaged model."),
     verify_data=Option(list[Path], (), "Held-out text from other sources; the plan must pass on each. Default: other "
@@ -222,16 +218,15 @@ CALIBRATE = Command(
 VERIFY = Command(
     """Verify a saved plan again on your text at the level of 95 %, by the same test as in calibration.
 
-    The plan says its budget, lengths, choices and cache. It says no limit: those are the program's, or your options. Of
-    the calibration's own text it reads what was held out. It reports which limits were used, and if options, machine,
-    torch or transformers differ from those of the calibration. A plan with a cache format is verified over that cache.
+    Budget, lengths, choices and cache are the plan's; limits are the program's, or your options, and are printed. Of
+    the calibration's own text it reads what was held out. It warns if options, machine or versions are others.
 
     Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
     be read; 4 model unavailable; 6 out of memory.
     """,
-    {"Basic": ("data", "plan", "device"), "Proof": ("held_out", "top1", "max_kl", "needles_lost")},
+    {"Basic": ("data", "plan", "device"), "Verification": ("held_out", "top1", "max_kl", "needles_lost")},
     model=argument(str, ..., "Hub id or directory of the model that the plan was made for."),
-    data=Option(list[Path], (), f"{TEXT}; the plan must pass on each."),
+    data=Option(list[Path], (), f"{TEXT}; the plan must pass on each. Needed."),
     plan=Option(Path, None, "File, directory or hub id of the plan. Default: the one that MODEL carries, or "
         f"{PLAN_DIRECTORY}."),
     quiet=Option(bool, False, "No progress."),
@@ -282,8 +277,8 @@ BENCH = Command(
 
     All implementations take turns at the same work on the same numbers, in one process. Ratios are taken per round.
 
-    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 usage; 3 a file cannot be written; 130 interrupted
-    (143 by SIGTERM), with finished cells in the file.
+    Exit codes: 0 done; 1 --gate and a cell below its floor; 2 wrong arguments; 3 a file cannot be written; 130
+    interrupted (143 by SIGTERM), with finished cells in the file.
     """,
     {"Basic": ("only", "attn_implementation", "baseline", "device", "threads", "rounds", "output")},
     _check_bench,
@@ -317,8 +312,7 @@ RUN = Command(
     """Run a Python program in which `adaattn` is a registered attention implementation.
 
     Examples: `adaattn run train.py …`, `adaattn run -m trl.scripts.sft --attn_implementation adaattn …`. The program
-    runs in this process. Where it starts other processes, let each begin with it, as in
-    `accelerate launch --no_python adaattn run train.py …`.
+    runs in this process. If it starts others, wrap each: `accelerate launch --no_python adaattn run train.py …`.
 
     Exit codes: those of the program; 2 if there is no such program.
     """,

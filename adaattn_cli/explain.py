@@ -45,7 +45,8 @@ def _explanation(options: Options) -> Explanation:
     adaattn_hf.register(impossible=True)  # the device need not be here
     ours = [name for name in checkpoint.known_implementations() if name.startswith("adaattn")]
     if options.attn_implementation not in ours:
-        raise UsageError(unknown("attn_implementation", options.attn_implementation, ours))
+        named = [one for one in ours if "|" not in one]  # the others are for continuous batching
+        raise UsageError(unknown("attn_implementation", options.attn_implementation, named))
     where = checkpoint.resolve_device(options.device, here=False)
     config = checkpoint.read_config(options.model, **options.source())
     kind: Any = checkpoint.resolve_dtype(checkpoint.dtype_for(options.dtype, (options.plan,), config, "auto"))

@@ -28,6 +28,7 @@ from adaattn_hf.patches.checkpoint import Checkpoint
 from adaattn_hf.patches.plans.configured import other_model
 from adaattn_hf.patches.plans.hashes import model_hash
 from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.store import PLAN_FILE
 from adaattn_hf.plans.wording import allowed
 from adaattn_hf.policy.candidates import refuse_unknown
 from adaattn_hf.policy.prices import PriceTable
@@ -83,6 +84,13 @@ def folders(budgets: Sequence[str]) -> list[str]:
         if names[-1] in names[:-1]:
             raise ValueError(f"budget is {', '.join(budgets)}, expected each once; leave the second {text} out")
     return names
+
+
+def default_plan() -> Path:
+    """Returns the directory that plans are read from where none is named; UsageError if it holds none."""
+    if not any(Path(PLAN_DIRECTORY).rglob(PLAN_FILE)):
+        raise UsageError(f"plan: no plan in {PLAN_DIRECTORY}; run `adaattn calibrate MODEL`, or name another directory")
+    return Path(PLAN_DIRECTORY)
 
 
 def directory(options: Options, inside: str = "") -> Path:
@@ -144,11 +152,9 @@ def _refuse_kept(target: Path, argument: str, remedy: str) -> None:
 
 
 def _refuse_checkpoint(target: Path) -> None:
-    weights = [
-        file.name for kind in WEIGHTS for file in sorted(target.glob(kind)) if not file.name.startswith("adaattn_")
-    ]
-    ours = (target / "adaattn_plan.json").is_file()
-    if weights or ((target / "config.json").is_file() and not ours):
+    names = [file.name for kind in WEIGHTS for file in sorted(target.glob(kind))]
+    weights = [name for name in names if not name.startswith("adaattn_")]
+    if weights or ((target / "config.json").is_file() and not (target / PLAN_FILE).is_file()):
         raise UsageError(
             f"output_dir: {target} holds {weights[0] if weights else 'config.json'} of a model, whose config.json "
             f"would be overwritten, expected a directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
@@ -157,7 +163,7 @@ def _refuse_checkpoint(target: Path) -> None:
 
 def refuse_other_plan(target: Path, config: Any, model: Any = None) -> None:
     """Refuses a directory that holds another model's plan, by its configuration or, once loaded, by its weights."""
-    if not (target / "adaattn_plan.json").is_file():
+    if not (target / PLAN_FILE).is_file():
         return
     remedy = f"give another directory (--output-dir), or delete {target}"
     try:

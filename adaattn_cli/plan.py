@@ -10,11 +10,12 @@ from adaattn_hf._files import parse_json, write_atomically
 from adaattn_hf.errors import UsageError
 from adaattn_hf.eval.progress import tell
 from adaattn_hf.plans.plan import Plan, PlanError
-from adaattn_hf.plans.store import PLAN_FILE, text_file
+from adaattn_hf.plans.store import text_file
 from adaattn_hf.plans.wording import at_most, rise, share, times
 from adaattn_hf.policy.knapsack import SolverTable
 
 from .ending import ending, writable
+from .job import default_plan
 from .options import PLAN_DIRECTORY, Done, Options
 from .pictures.headline import REPORT_FILE, Bought, bought, print_plan
 from .pictures.page import explorer, page, plan_page
@@ -63,10 +64,8 @@ def explore(options: Options) -> Done:
 
 def _opened(path: Path | None) -> tuple[Path, Plan, Bought]:
     """Where a plan lies, the plan, and what the report beside it says of it."""
-    default = Path(PLAN_DIRECTORY)
-    if path is None and not any(default.rglob(PLAN_FILE)):
-        raise UsageError(f"plan: no plan in {default}; run `adaattn calibrate MODEL`, or name another directory")
-    return path or default, Plan.from_pretrained(path or default), bought(path or default)
+    place = path or default_plan()
+    return place, Plan.from_pretrained(place), bought(place)
 
 
 def _draw(target: Path, drawn: str) -> None:

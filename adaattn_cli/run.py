@@ -1,4 +1,4 @@
-"""`adaattn run`: a Python program that knows nothing of us, with our names, plans and the engine's block."""
+"""`adaattn run`: runs somebody's Python program with our attention names, plans and continuous batching."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ from adaattn_hf.plans.wording import share as in_percent
 
 from .commands import JUDGED
 from .ending import ending, room_or_sentence, use_threads
-from .job import scoring_of
-from .options import PLAN_DIRECTORY, Done, Options
+from .job import default_plan, scoring_of
+from .options import Done, Options
 from .pictures.headline import name_of
 
 
@@ -77,8 +77,7 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
     if not options.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     refuse_repeats(options.data, None)
-    carried = Path(model) / PLAN_FILE
-    path = options.plan or (Path(model) if carried.is_file() else Path(PLAN_DIRECTORY))
+    path = options.plan or (Path(model) if (Path(model) / PLAN_FILE).is_file() else default_plan())
     plan = Plan.from_pretrained(path)
     room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
     verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"

@@ -20,7 +20,7 @@ _FAR, _FEW = 10, 2
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Median and quartiles of these very values, as numpy has them."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return {"median": middle, "quartile_25": low, "quartile_75": high}
 

@@ -21,7 +21,7 @@ from adaattn_hf.attention.tracing import tracing
 
 from .cache.caches import check_stored, convert_layers, holds_tokens, stored_as
 from .models.cache_keyword import arguments_of, cache_in, cache_keyword
-from .models.support import Holder, Model, model_in, refuse_no_model, towers_of
+from .models.support import Holder, Model, model_in, refuse_no_model, refuse_other_attention, towers_of
 from .unpad.check import unpadding_of
 from .unpad.hooks import DirectForward, Unpadding, called_directly
 from .unpad.packing import has_cache, makes_cache
@@ -91,6 +91,8 @@ def prepare(model: Model, *, unpad: bool = True, cache: str | None = None, strea
     towers = [tower for _, tower in towers_of(root)]
     if not towers:
         raise PrepareError(f"model: {type(root).__name__} holds no Transformers model")
+    if unpad:
+        refuse_other_attention(root, PrepareError)
     restore(model)
     with ExitStack() as on_error:
         on_error.callback(restore, model)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from .call import AttentionCall, AttentionResult
 from .kind import HEAD_BF16, HEAD_INT8, HEAD_SINKS, HEAD_UNTIL, HEAD_WINDOWS, PER_HEAD
+from .stored import INT8_LEVELS
 from .structure import MaskStructure
 
 HEAD_PRECISIONS = ("model", "bf16", "int8")
-INT8_LEVELS = 127.0
 
 ALL = 1 << 30
 """The window of a head that has none, and the most that tables of int32 are told of: no call has as many keys."""

@@ -24,6 +24,8 @@ FORMATS = ("int8", "k8v4")
 """Stored formats by name: keys and values in int8; int8 keys with values of four bits."""
 BITS = {"int8": 8, "k8v4": 4}
 """Bits of a value's code, by format."""
+INT8_LEVELS = 127
+"""The largest code of 8 bits: -128 is left out, so that a number and its negative round alike."""
 
 CHANNELS = 32
 """Values of four bits lie in groups of so many channels: 16 low halves of bytes, then the 16 high halves."""
@@ -148,7 +150,7 @@ def cancelled(codes: Tensor, steps: Tensor, along: Tensor) -> Tensor:
         off = (error * along).sum(dim=3, keepdim=True)
         sign = (error > 0).to(error.dtype) * 2 - 1
         cost = weight * ((off - sign * along) ** 2 - off**2) + 1 - 2 * error.abs()
-        least, at = cost.masked_fill((codes - sign).abs() > 127, torch.inf).min(dim=3, keepdim=True)
+        least, at = cost.masked_fill((codes - sign).abs() > INT8_LEVELS, torch.inf).min(dim=3, keepdim=True)
         codes = codes.scatter_add(3, at, -sign.gather(3, at) * (least < 0))
     return codes
 
@@ -170,10 +172,10 @@ def quantise(
     x = x.float() @ hadamard(x.shape[3], x.device)
     if mean is not None:
         x = x - mean[:, :, None]
-    scale = encode_scale(x.abs().amax(dim=3) * (1 / 127 if bits == 8 else 1 / 15))
+    scale = encode_scale(x.abs().amax(dim=3) * (1 / INT8_LEVELS if bits == 8 else 1 / 15))
     steps = x * (1 / decode_scale(scale))[..., None]
     if bits == 8:
-        codes = steps.round().clamp_(-127, 127)
+        codes = steps.round().clamp_(-INT8_LEVELS, INT8_LEVELS)
         return (codes if along is None else cancelled(codes, steps, along)).to(torch.int8), scale
     halves = ((steps + 15) * 0.5).round().clamp_(0, 15).to(torch.uint8)
     halves = halves.unflatten(3, (-1, 2, CHANNELS // 2))

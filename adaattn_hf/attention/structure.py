@@ -138,14 +138,14 @@ class MaskStructure:
         """The first place of a query in its sequence, and the one after the last; None where tensors say it."""
         if not self.plain:
             return None
-        least, most = self.cached(MaskStructure._dropped)
+        least, most = self.cached(MaskStructure._dropped_range)
         return self.offset() + least, self.offset() + self.q_len + most
 
     @property
     def longest(self) -> int:
-        """At most so many tokens have the sequences, those counted that a cache dropped; padding is not looked at."""
+        """An upper bound of the tokens of any sequence, with those that a cache dropped; padding is not looked at."""
         dropped = self.dropped  # steps come here layer by layer
-        return self.kv_len + (self.cached(MaskStructure._dropped)[1] if isinstance(dropped, Tensor) else dropped)
+        return self.kv_len + (self.cached(MaskStructure._dropped_range)[1] if isinstance(dropped, Tensor) else dropped)
 
     def within(self, limit: int) -> bool | None:
         """Whether all rows stand before `limit` or in sequences up to it, or none do; None if rows or data differ."""
@@ -157,7 +157,7 @@ class MaskStructure:
         first, last = positions
         return True if last <= limit else False if first >= limit else None
 
-    def _dropped(self) -> tuple[int, int]:
+    def _dropped_range(self) -> tuple[int, int]:
         if not isinstance(self.dropped, Tensor):
             return self.dropped, self.dropped
         least, most = self.on_host(self.dropped).aminmax()

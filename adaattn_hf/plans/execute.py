@@ -93,7 +93,6 @@ def _by_rows(
     exact: Callable[[AttentionCall], AttentionResult],
     planned: Callable[[BoundLayer, AttentionCall, bool], AttentionResult],
 ) -> AttentionResult:
-    # into rows that the plan speaks for, of sequences with few rows or many, and rows that are exact
     if call.stored is not None:
         bound_layer = bound_layer.for_quantised_cache
     if call.bias is not None and (alone := numbers_alone(call)):  # rows that see nothing by any rules are exact
@@ -114,6 +113,7 @@ def _by_rows(
         parts = [replace(call, structure=only(structure, chosen)) for chosen in (decode, ~decode)]
         steps, prefills = (_by_rows(bound_layer, part, exact, planned) for part in parts)
         return _where(decode[:, None, :, None], steps, prefills)
+    # the plan speaks for all rows before `first` and for none from `last` on; between them rows of a batch differ
     first, last = (rows, rows) if speaks else (0, 0)
     if speaks is None:
         first, last = _ranges(structure, limit, decode) or (0, rows)
@@ -124,9 +124,9 @@ def _by_rows(
         return planned(bound_layer, call, decode)
     early = planned(bound_layer, call if last == rows else some_range(call, 0, last), decode)
     late, both = exact(call if first == 0 else some_range(call, first, rows)), last - first
-    results = [_some(early, 0, first), _some(late, both, rows - last)]
+    results = [_narrowed(early, 0, first), _narrowed(late, both, rows - last)]
     if isinstance(within, Tensor):
-        mixed = _where(within[:, None, first:last, None], _some(early, first, both), _some(late, 0, both))
+        mixed = _where(within[:, None, first:last, None], _narrowed(early, first, both), _narrowed(late, 0, both))
         results.insert(1, mixed)
     lses = [result.lse for result in results if result.lse is not None]
     lse = torch.cat(lses, 2) if len(lses) == len(results) else None
@@ -140,15 +140,14 @@ def _where(rows: Tensor, result: AttentionResult, other: AttentionResult) -> Att
     return AttentionResult(torch.where(rows.transpose(1, 2), result.out, other.out), lse)
 
 
-def _some(result: AttentionResult, first: int, count: int) -> AttentionResult:
+def _narrowed(result: AttentionResult, first: int, count: int) -> AttentionResult:
     lse = None if result.lse is None else result.lse.narrow(2, first, count)
     return AttentionResult(result.out.narrow(1, first, count), lse)
 
 
 def _ranges(structure: MaskStructure, limit: int, decode: bool) -> tuple[int, int] | None:
-    # Up to which row of a causal call all are within a plan's lengths, and from which on none is. None where that is
-    # not known without a look at each row, where a step would have to ask a device, and where so few rows are within
-    # that a call of their own would compute them in another precision.
+    # `first` and `last` of `_by_rows`, for a causal call. None where each row has to be looked at, where a step would
+    # have to ask a device, and where so few rows are within that alone they would be computed in another precision.
     padding = structure.key_padding
     if not structure.causal or (decode and padding is not None and padding.is_cuda):
         return None

@@ -83,7 +83,7 @@ def refuse_no_model(model: Any, *others: type) -> None:
     """Refuses what is no model, such as the name of one; `others` are welcome, too (TypeError)."""
     if not isinstance(model, (nn.Module, *others)):
         raise TypeError(
-            f"model: got {model!r:.80}, expected a loaded model; load it with "
+            f"model: got {model!r:.80}, expected a loaded model{' or its configuration' * bool(others)}; load it with "
             'AutoModel.from_pretrained(name, attn_implementation="adaattn")'
         )
 

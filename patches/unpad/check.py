@@ -52,10 +52,7 @@ def _shown_by_code(model: PreTrainedModel, trunk: PreTrainedModel) -> list[str]:
         reasons.append(f"it has several towers ({', '.join(towers)}); prepare the text model alone")
     implementation = getattr(config, "_attn_implementation", None)
     if not is_ours(implementation):
-        reasons.append(
-            f"its attention is {implementation!r}, which does not keep packed tokens of different rows apart; "
-            "load it with attn_implementation='adaattn'"
-        )
+        reasons.append(f"its attention is {implementation!r}; load it with attn_implementation='adaattn'")
     elif refusal_of(type(config)) is not None:
         reasons.append("its attention does not go through Transformers' attention interface")
     recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind in _RECURRENT})

@@ -64,7 +64,8 @@ def test_two_models_in_one_are_both_explained() -> None:
 @pytest.mark.parametrize("thing", ["gpt2", 3, None, object()])
 def test_what_holds_no_model_is_refused(thing: Any) -> None:
     for ask in (adaattn_hf.explain, adaattn_hf.check)[isinstance(thing, str) :]:
-        with pytest.raises(TypeError, match=r"model: got .*, expected a loaded model"):
+        also = " or its configuration;" * (ask is adaattn_hf.check)
+        with pytest.raises(TypeError, match=rf"model: got .*, expected a loaded model{also}"):
             ask(thing)
 
 

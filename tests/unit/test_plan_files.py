@@ -69,16 +69,17 @@ def test_a_place_that_may_not_be_read_is_a_sentence(words: tuple[str, ...], monk
     assert adaattn("plan", *words, code=2).stderr == "error: p: Permission denied\n"
 
 
-@pytest.mark.parametrize("words", ["show", "explore --html h"])
+@pytest.mark.parametrize("words", ["plan show", "plan explore --html h", "verify m --data d.txt"])
 def test_without_a_plan_it_is_said_how_to_get_one(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = " ".join(adaattn("plan", *words.split(), code=2).stderr.split())
+    Path("d.txt").write_text("text")
+    said = " ".join(adaattn(*words.split(), code=2).stderr.split())
     assert said == "error: plan: no plan in adaattn-plan; run `adaattn calibrate MODEL`, or name another directory"
     for budget in ("0.1pct", "1pct"):
         (tmp_path / "adaattn-plan" / budget).mkdir(parents=True)
         (tmp_path / "adaattn-plan" / budget / "adaattn_plan.json").touch()
     says = "error: adaattn-plan holds no plan; expected a plan, or a directory or "
-    refused = adaattn("plan", *words.split(), code=2, says=says)
+    refused = adaattn(*words.split(), code=2, says=says)
     assert " ".join(refused.stderr.split()).endswith("such as adaattn-plan/0.1pct, adaattn-plan/1pct")
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaattn_hf.attention import heads
+from adaattn_hf.attention import heads, stored
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.stats import profile, spectrum
@@ -217,7 +217,7 @@ def test_ranks_of_known_spectra() -> None:
 @settings(deadline=None, max_examples=20)
 def test_int8_rounding_is_within_half_a_step_and_of_one_token(seed: int) -> None:
     tensor = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(seed)) * 5
-    scale = tensor.abs().amax(dim=-1, keepdim=True) / heads.INT8_LEVELS
+    scale = tensor.abs().amax(dim=-1, keepdim=True) / stored.INT8_LEVELS
     assert ((heads.through_int8(tensor) - tensor).abs() <= scale / 2 + 1e-6).all()
     changed = tensor.clone()
     changed[:, 4:] += 100
