@@ -60,8 +60,7 @@ def run(options: Options) -> Done:
     tell(
         console,
         f"limits: perplexity {allowed(used['budget'])} at a level of {in_percent(used['confidence'])}, mean KL "
-        f"{in_nats(used['kl'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, "
-        f"needles lost {lost}",
+        f"{in_nats(used['kl'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, needles lost {lost}",
     )
     tell(console, f"stored verification: {results['stored_verdict']}")
     return Done(results, int(not results["passed"]))
