@@ -41,6 +41,8 @@ from .windows import TokenWindow
 _ROWS = 64
 """Rows of logits that are taken to float64 at a time: 64 x 50k x 8 bytes = 26 MB per arm."""
 _CHUNK_BATCHES = 16
+FORMAT = 1
+REPORT = "report.json"
 Keywords = dict[str, torch.Tensor]
 """A model's keywords for a batch."""
 Batch = tuple[Keywords, tuple[int, ...]]
@@ -113,10 +115,6 @@ def score(logits: Sequence[torch.Tensor], windows: Sequence[TokenWindow], offset
     row, column, targets = (torch.from_numpy(np.concatenate(one)).to(logits[0].device) for one in places)
     parts = zip(row.split(_ROWS), column.split(_ROWS), targets.split(_ROWS), strict=True)
     return joined([score_tokens([arm[r, c] for arm in logits], t) for r, c, t in parts])
-
-
-FORMAT = 1
-REPORT = "report.json"
 
 
 class Arm(NamedTuple):
