@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
@@ -54,10 +56,8 @@ class Options(SimpleNamespace):
 
     def loading(self) -> dict[str, Any]:
         """What says how a checkpoint is loaded, as `patches.checkpoint.load` takes it."""
-        return {
-            **self.source(),
-            **{name: getattr(self, name) for name in ("device", "dtype", "tokenizer", "objective")},
-        }
+        names = ("device", "dtype", "tokenizer", "objective")
+        return self.source() | {name: getattr(self, name) for name in names}
 
 
 class Option(NamedTuple):
@@ -120,8 +120,9 @@ class Command:
             if value is None or value == []:
                 continue
             one = self.options[name]
-            if one.read is not None:
-                value = one.read(value, (one.name or name).strip("-").replace("-", "_"))
+            if (read := one.read or (path if one.kind in (Path, list[Path]) else None)) is not None:
+                said = (one.name or name).strip("-").replace("-", "_")
+                value = [read(text, said) for text in value] if isinstance(value, list) else read(value, said)
             typed[name] = tuple(value) if isinstance(value, list) else getattr(value, "value", value)
         return self(**typed)
 
@@ -136,6 +137,8 @@ class Command:
                 kind = cast(Any, Enum)(name, [(word, word) for word in choices])
                 text, metavar = f"{text} One of {', '.join(choices)}.", "<word>"
                 default = None if default is None else kind(default)
+            if kind in (Path, list[Path]) and typed is not None:  # as text: typer's path of nothing is that of `.`
+                kind, metavar = str if kind is Path else list[str], "<path>"
             if read is not None or default == ():
                 kind, default = kind if read is None else str, None
             if typed is None:
@@ -151,6 +154,13 @@ class Command:
             default = inspect.Parameter.empty if default is ... else default
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
         return parameters
+
+
+def path(text: str, name: str) -> Path:
+    """Returns a path, with `~` for the home directory, which no shell sees behind `=`; ValueError for an empty one."""
+    if not text:
+        raise ValueError(f"{name} is '', expected a path; give . for this directory, or leave it out")
+    return Path(os.path.expanduser(text))
 
 
 def tokens(text: str, name: str = "lengths") -> tuple[int, ...]:

@@ -25,12 +25,12 @@ from adaattn_hf.eval.objectives import Objective
 from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.eval.windows import draw
-from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, resolve_device
-from adaattn_hf.patches.plans.bound import BoundPlan
+from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, read_config, resolve_device
+from adaattn_hf.patches.plans.bound import BoundPlan, carried_by
 from adaattn_hf.patches.plans.subject import longest_input
 from adaattn_hf.plans.limits import LEVEL, Gates, most_rounding, unproven, words
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
-from adaattn_hf.plans.store import PLAN_FILE
+from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE
 from adaattn_hf.plans.wording import allowed, in_nats
 from adaattn_hf.plans.wording import share as in_percent
 
@@ -60,8 +60,7 @@ def run(options: Options) -> Done:
     tell(
         console,
         f"limits: perplexity {allowed(used['budget'])} at a level of {in_percent(used['confidence'])}, mean KL "
-        f"{in_nats(used['kl'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, "
-        f"needles lost {lost}",
+        f"{in_nats(used['kl'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, needles lost {lost}",
     )
     tell(console, f"stored verification: {results['stored_verdict']}")
     return Done(results, int(not results["passed"]))
@@ -77,7 +76,9 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
     if not options.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     refuse_repeats(options.data, None)
-    path = options.plan or (Path(model) if (Path(model) / PLAN_FILE).is_file() else default_plan())
+    own = Path(model)
+    carries = own.is_dir() and carried_by(read_config(model, **options.source())).get(CONFIG_KEY) is not None
+    path = options.plan or (own if carries or (own / PLAN_FILE).is_file() else default_plan())
     plan = Plan.from_pretrained(path)
     room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
     verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"

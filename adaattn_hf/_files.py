@@ -17,7 +17,9 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     The unfinished file has a name that nobody can foresee, and is gone where the disk is full. Pipes and devices
     (`/dev/stdout`) are written to, and not replaced by a file.
     """
-    # a name that is not UTF-8 is written by its bytes: JSON reads it back
+    if "\0" in str(path):
+        raise ValueError(f"path: got {str(path)!r:.80}, expected one without a zero byte; give another")
+    # bytes of a name that are not UTF-8 are written as JSON escapes them, and read back from JSON
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.parent == Path("/dev") or (path.exists() and not path.is_file()):

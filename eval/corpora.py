@@ -118,7 +118,7 @@ def load(spec: str, *, split: str = "test") -> Corpus:
             return lastword_corpus(_texts(path, lines=True), origin)
         if in_its_form:
             return wikitext_corpus((page for file in text_files(path) for page in _pages_of(file)), origin)
-        if not path.exists():
+        if not spec or not path.exists():
             raise DataUnavailable(
                 f"data: got {spec!r}, which is no file or directory here, expected {', '.join(HUB)}, a path, or "
                 f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from adaattn_hf._files import printable
+from adaattn_hf._files import json_text, printable
 
 _MARKUP = {ord(character): f"&#{ord(character)};" for character in "|<["}
 
@@ -29,7 +28,7 @@ def filled(package: str, name: str, data: Mapping[str, Any]) -> str:
     template = template.replace("/*CONTENT*/", content.strip(), 1).replace(
         "/*TITLE*/", html.escape(printable(data["title"])), 1
     )
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    text = json_text(data, separators=(",", ":"))
     # within a script element nothing but these characters could end the data
     return template.replace("/*DATA*/", text.replace("<", "\\u003c").replace("\u2028", "\\u2028"))
 

@@ -41,8 +41,8 @@ from .windows import TokenWindow
 _ROWS = 64
 """Rows of logits that are taken to float64 at a time: 64 x 50k x 8 bytes = 26 MB per arm."""
 _CHUNK_BATCHES = 16
-
-
+FORMAT = 1
+REPORT = "report.json"
 Keywords = dict[str, torch.Tensor]
 """A model's keywords for a batch."""
 Batch = tuple[Keywords, tuple[int, ...]]
@@ -108,20 +108,13 @@ def forward(
 
 
 def score(logits: Sequence[torch.Tensor], windows: Sequence[TokenWindow], offsets: Sequence[int]) -> TokenScores:
-    """Scores of one batch. `logits` holds `[batch, length, vocab]` for each arm, the stock arm first.
-
-    See `adaattn_hf.stats.paired.score_tokens`, which takes them a few rows at a time.
-    """
+    """Scores of one batch, a few rows at a time. `logits` holds `[batch, length, vocab]` for each arm, stock first."""
     rows = [np.full(len(w.targets), i) for i, w in enumerate(windows)]
     columns = [w.rows + o for w, o in zip(windows, offsets, strict=True)]
     places = (rows, columns, [w.targets for w in windows])
     row, column, targets = (torch.from_numpy(np.concatenate(one)).to(logits[0].device) for one in places)
     parts = zip(row.split(_ROWS), column.split(_ROWS), targets.split(_ROWS), strict=True)
     return joined([score_tokens([arm[r, c] for arm in logits], t) for r, c, t in parts])
-
-
-FORMAT = 1
-REPORT = "report.json"
 
 
 class Arm(NamedTuple):
@@ -308,8 +301,5 @@ def _arms(checkpoint: Checkpoint, settings: Settings, context: int) -> list[Arm]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON in one step: a reader sees the old file or the new one, never half of it.
-
-    JSON has no infinity: what is too large for a float (an untrained model's word perplexity) is written as null.
-    """
+    """Writes JSON, which has no infinity: null for what is too large (an untrained model's word perplexity)."""
     write_atomically(path, json_text(value, indent=2, ensure_ascii=False) + "\n")

@@ -83,7 +83,8 @@ def prepare(model: Model, *, unpad: bool = True, cache: str | None = None, strea
         `model`.
 
     Raises:
-        PrepareError: `unpad` cannot be exact for this model; says every reason. Nothing is changed then.
+        PrepareError: `unpad` cannot be exact for this model (says every reason), or its attention is another's.
+            Nothing is changed then.
         ValueError: A `cache` that this model cannot read, or `streaming` without a plan that has windows.
     """
     root = model_in(model)

@@ -67,10 +67,8 @@ def proof(plan: Plan) -> dict[str, Any] | None:
     """Returns the verdict of held-out text on a plan, nats/token, and in words."""
     if plan.verified is None or unproven(plan) is not None:
         return None
-    # JSON has neither infinity nor NaN
-    ends = {"mean": plan.verified.delta_nll, "upper": plan.verified.upper}
-    figures = {name: value if math.isfinite(value) else None for name, value in ends.items()}
-    return {**figures, "sentence": f"Confidence of the bound: {grounds(plan)}."}
+    sentence = f"Confidence of the bound: {grounds(plan)}."
+    return {"mean": plan.verified.delta_nll, "upper": plan.verified.upper, "sentence": sentence}
 
 
 def rounded(value: float | None) -> float | None:

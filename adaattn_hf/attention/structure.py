@@ -37,8 +37,8 @@ class MaskStructure:
     Attributes:
         batch, q_len, kv_len: Extents of the call.
         causal: Key `j` is visible to a query at index `p` only if `j <= p`.
-        q_offset: Key index of query 0; a 0-dim integer tensor for a preallocated cache (reading it may synchronise), of
-            a query among the keys.
+        q_offset: Key index of query 0; a 0-dim integer tensor for a preallocated cache (reading it may synchronise),
+            whose queries stand among the keys.
         window: `W`: causal sees `p - W < j <= p`, bidirectional sees `|p - j| < W`.
         sinks: The first `sinks` keys of the sequence (after left padding, or of the document) are exempt from `window`.
         chunk: Only keys in the query's own chunk of this length are visible.

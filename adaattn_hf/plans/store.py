@@ -40,7 +40,12 @@ _lock = RLock()
 def plan_file(source: str | Path) -> Path:
     """Returns the file that holds a plan, in a directory, a repository of the Hub, or by itself; PlanError if none."""
     path = Path(source)
-    file = path if path.is_file() else _beside(source, PLAN_FILE) or _beside(source, CONFIG_FILE)
+    try:
+        file = path if path.is_file() else _beside(source, PLAN_FILE) or _beside(source, CONFIG_FILE)
+    except OSError as error:  # a name that is too long, or a directory that may not be entered
+        raise PlanError(
+            f"plan: got {str(source)!r:.80}, expected one that can be opened ({error.strerror}); give another"
+        ) from error
     if file is None:
         inside = sorted(str(plan.parent) for plan in path.glob(f"*/{PLAN_FILE}"))[:3]  # a run for several budgets
         raise PlanError(

@@ -104,9 +104,8 @@ class Explanation:
                 block.append(f"{indent}dropout in attention keeps the whole score matrix on a CPU")
             blocks.append((refusals, block + [f"{indent}plan: {plan}"] * bool(plan)))
         listed: dict[str, tuple[str, ...]] = {}
-        for _, alike in groupby(blocks, itemgetter(0)):
-            *_, (refusals, _) = together = [*alike]
-            lines += [line for _, block in together for line in block]
+        for refusals, alike in groupby(blocks, itemgetter(0)):
+            lines += [line for _, block in alike for line in block]
             if able := [name for name, reasons in refusals.items() if not reasons]:
                 lines.append(f"{indent}would serve, too: {', '.join(able)}")
             repeated = [name for name, reasons in refusals.items() if reasons and listed.get(name) == reasons]

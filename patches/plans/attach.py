@@ -38,7 +38,7 @@ def load_plan(model: Model, plan: Plan | str | Path | None = None, *, unverified
         plan: A plan, the file or directory that holds it, or the id of a repository of the Hub (see
             `Plan.from_pretrained`); None for the one that the model's configuration holds.
         unverified: Run the plan though held-out text has not shown it good: it was never verified, failed, or
-                has figures that today's limits refuse.
+            has figures that today's limits refuse.
 
     Returns:
         `model`; `plan_of(model)` is its plan.

@@ -88,7 +88,7 @@ def test_without_a_hub_the_message_names_the_remedy(hub: dict[str, Any], name: s
     (None, "lambada:{path}", "does not exist"), ("", "{path}", "no text"),
     ("\n", "wikitext:{path}", "no text"), ("word\n", "lambada:{path}", "at least two words"),
     *(("", f"{{path}}{suffix}", "is a table") for suffix in (".json", ".csv", ".parquet", ".arrow")),
-    (b"caf\xe9", "{path}", "as UTF-8"), (None, "{path}.link", "no file or directory here"),
+    (b"caf\xe9", "{path}", "as UTF-8"), (None, "{path}.link", "no file or directory here"), (None, "", "no file"),
 ])  # fmt: skip
 def test_what_cannot_be_read(tmp_path: Path, content: str | bytes | None, spec: str, says: str) -> None:
     path = tmp_path / "text.txt"

@@ -18,7 +18,8 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.patches.plans import attach
-from adaattn_hf.plans.choices import EXACT, KINDS, Choice, Colour, Keys, Precision, Setting, register
+from adaattn_hf.plans.choices import EXACT, Choice, Keys, Precision, Setting, register
+from adaattn_hf.plans.choices.part import KINDS, Colour
 from adaattn_hf.plans.plan import LayerPlan, PlanError
 from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.policy.candidates import FAMILIES, candidates, refuse_unknown

@@ -97,9 +97,8 @@ def test_a_plan_that_does_not_keep_its_budget_fails(material: Path, tmp_path: Pa
     plan = json.loads((material / "memory" / "adaattn_plan.json").read_text())  # of windows, which cost something
     plan |= {"budget": 1e-12, "verified": None}
     del plan["protocol"]["cache"]
-    file = tmp_path / "adaattn_plan.json"
-    file.write_text(json.dumps(plan))
-    code, found = verified(file, "--data", material / "news.txt")
+    (tmp_path / "adaattn_plan.json").write_text(json.dumps(plan))
+    code, found = verified(tmp_path / "adaattn_plan.json", "--data", material / "news.txt")
     (verdict,) = found["verdicts"].values()
     assert (code, found["passed"], found["stored"]) == (1, False, None)
     assert verdict["sentence"].startswith("failed: the perplexity may rise by ")
@@ -119,3 +118,5 @@ def test_what_cannot_be_proved_is_a_sentence(material: Path, tmp_path: Path) -> 
         ((MODEL, "--plan", plan, "--data", text, "--data", text), "is named twice"),
     ):
         adaattn("verify", *words, "--quiet", code=2, says=said)
+    (tmp_path / "config.json").write_bytes((plan / "config.json").read_bytes())  # which carries the plan
+    adaattn("verify", tmp_path, "--data", text, code=4, says=f"tokenizer: cannot load '{tmp_path}'")

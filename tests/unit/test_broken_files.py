@@ -42,6 +42,8 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
 def test_a_name_of_any_bytes_is_written_and_read_back(tmp_path: Path) -> None:
     write_atomically(tmp_path / "report.json", json_text({"data": "b\udcff"}, ensure_ascii=False))
     assert parse_json((tmp_path / "report.json").read_text(encoding="utf-8")) == {"data": "b\udcff"}
+    with pytest.raises(ValueError, match=r"path: got '.*a\\x00b', expected one without a zero byte"):
+        write_atomically(tmp_path / "a\0b", "")
 
 
 def test_ctrl_c_behind_the_last_step_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

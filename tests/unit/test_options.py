@@ -75,9 +75,9 @@ def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
 
 def test_options_are_typed_or_have_their_defaults(app: typer.Typer) -> None:
     assert CliRunner().invoke(app, ["wanted", "a"]).output == f"{WANTED(name='a')}\n"
-    typed = "wanted a --where here --how-many 5 --loud --how-often 4 --kind b8 --named x --named y"
+    typed = "wanted a --where=~/here --how-many 5 --loud --how-often 4 --kind b8 --named x --named y"
     done = CliRunner().invoke(app, typed)
-    every = WANTED(name="a", where=Path("here"), how_many=5, loud=True, times=8.0, kind="b8", named=("x", "y"))
+    every = WANTED(name="a", where=Path.home() / "here", how_many=5, loud=True, times=8.0, kind="b8", named=("x", "y"))
     assert done.output == f"{every}\n"
     assert done.exit_code == 3
 
@@ -90,6 +90,7 @@ def test_an_option_that_a_command_does_not_have_is_refused() -> None:
 @pytest.mark.parametrize(("typed", "says"), [
     (["--how-many", "few"], "Invalid value"), (["--how-many", "0"], "Invalid value"),
     (["--no-loud"], "No such option"), (["--kind", "c"], "Invalid value"),
+    (["--where", ""], "error: where is '', expected a path"),
     (["--how-often", "x"], "error: how_often is 'x', expected a number"),
     (["--how-many", "13"], "error: how_many: got 13, expected another number"),
 ])  # fmt: skip

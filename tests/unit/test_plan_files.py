@@ -67,6 +67,8 @@ def test_a_place_that_may_not_be_read_is_a_sentence(words: tuple[str, ...], monk
 
     monkeypatch.setattr(Plan, "from_pretrained", forbidden)
     assert adaattn("plan", *words, code=2).stderr == "error: p: Permission denied\n"
+    monkeypatch.undo()
+    adaattn("plan", words[0], "x" * 300, *words[2:], code=2, says="error: plan: got 'xxx")
 
 
 @pytest.mark.parametrize("words", ["plan show", "plan explore --html h", "verify m --data d.txt"])

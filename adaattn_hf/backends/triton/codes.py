@@ -118,10 +118,11 @@ def decode_codes(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`decode.decode` over codes: int8 keys, values of BITS.
 
-    Scales are read with the codes, `mean` is that of a head's keys, `first` the first key of the batch row. ROTATION and
-    ROTATION_V are the blocks of channels by which keys and values were rotated (`attention.stored.hadamard`). SUMS: queries are turned without a matrix, which would fill the shared memory. Those in fp32 are, too: ptxas 12.8
-    compiled wrongly what their thousands of products by a matrix are. Channels of a row adjoin, and rows of values begin at
-    even addresses; CLOSE: rows adjoin, too, and are powers of two, all are read, and there are BLOCK_N at least. A tile is
+    Scales are read with the codes, `mean` is that of a head's keys, `first` the first key of the batch row. ROTATION
+    and ROTATION_V are the blocks of channels by which keys and values were rotated (`attention.stored.hadamard`). SUMS:
+    queries are turned without a matrix, which would fill the shared memory. Those in fp32 are, too: ptxas 12.8 compiled
+    wrongly what their thousands of products by a matrix are. Channels of a row adjoin, and rows of values begin at even
+    addresses; CLOSE: rows adjoin, too, and are powers of two, all are read, and there are BLOCK_N at least. A tile is
     BLOCK_N keys, shared out to WARPS.
     """
     WIDE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
