@@ -44,6 +44,19 @@ def unraisable(what: Any) -> None:
 
 
 def _again(number: int) -> None:
+    """Sends a signal until it is heard: one that comes just before the main thread begins to wait ends no wait."""
+    before, heard = signal.getsignal(number), threading.Event()
     # to the main thread itself, which may sleep or wait for a process by then; Windows has no such call
     send = getattr(signal, "pthread_kill", lambda _, again: signal.raise_signal(again))
-    threading.Timer(0.01, send, (threading.main_thread().ident, number)).start()
+
+    def hear(*_: Any) -> None:
+        heard.set()
+        signal.signal(number, before)
+        signal.raise_signal(number)
+
+    def insist() -> None:
+        while not heard.wait(0.01) and signal.getsignal(number) is hear:
+            send(threading.main_thread().ident, number)
+
+    signal.signal(number, hear)
+    threading.Thread(target=insist, daemon=True).start()

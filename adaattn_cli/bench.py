@@ -43,12 +43,7 @@ def run(options: Options) -> Done:
             return f"finished cells are kept in {options.file}; --output {options.file} --only REGEX adds others"
         return "no cell was finished"
 
-    with ending(
-        argument="output",
-        default=options.file,
-        stays="cells that were finished before are kept, where --only REGEX adds the others",
-        kept=kept,
-    ):
+    with ending(argument="output", default=options.file, stays=kept, kept=kept):
         use_threads(options.threads)
         where = resolve_device(options.device)
         data = read_grid(options.grid, where.type, options.rivals)

@@ -66,7 +66,7 @@ EVAL = Command(
 
     Exit codes: 0 done; 1 measured, but the bound of --max-ppl-ratio is broken; 2 wrong arguments; 3 no data; 4 no such
     model, tokenizer, output head or attention; 5 --output-dir belongs to another run; 6 out of memory; 130 interrupted
-    (143 by SIGTERM). After these three finished work is kept, and --resume continues it.
+    (143 by SIGTERM). After 6, 130 and 143 finished work is kept, and --resume continues it.
     """,
     {
         "Basic": ("data", "plan", "attn_implementation", "baseline", "dtype", "device", "batch_size", "output_dir"),

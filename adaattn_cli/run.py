@@ -116,10 +116,7 @@ def _changed(engine: ContinuousBatchingConfig, theirs: ContinuousBatchingConfig 
 def _console_script(name: str) -> Any:
     scripts = importlib.metadata.entry_points(group="console_scripts", name=name)
     if not scripts:
-        leave(
-            UsageError(
-                f"command: got {name!r}, expected a file, -m MODULE or a Python program installed in {sys.prefix}; "
-                "Python itself is not named: adaattn run train.py"
-            )
-        )
+        expected = f"a file, -m MODULE or a Python program installed in {sys.prefix}"
+        remedy = "Python itself is not named: adaattn run train.py"
+        leave(UsageError(f"command: got {name!r}, expected {expected}; {remedy}"))
     return next(iter(scripts)).load()

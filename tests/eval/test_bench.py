@@ -137,7 +137,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_the_finished_cells(
 
     monkeypatch.setattr(bench_module, "write_atomically", full)
     words = ("--grid", grid, "--rounds", 1, "--no-memory", "--output", output)
-    bench(*words, code=3, says="No space left on device")
+    bench(*words, code=3, says=f"No space left on device; finished cells are kept in {output}; ")
     assert [cell["title"] for cell in json.loads(output.read_text())["cells"]] == ["causal 20 (float32)"]
 
 

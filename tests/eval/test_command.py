@@ -171,7 +171,7 @@ def test_rolling_needs_a_prefix(llama: Path, texts: Path, tmp_path: Path, monkey
 
 def test_help_states_the_exit_codes() -> None:
     shown = " ".join(adaattn("eval", "--help").output.split())
-    for code in {0, 1, 130, *(one.exit_code for one in EvalError.__subclasses__())}:
+    for code in {0, 1, 130, 143, *(one.exit_code for one in EvalError.__subclasses__())}:
         assert f"{code} " in shown
     assert "3 no data" in shown
     adaattn("evl", code=2, says="eval")

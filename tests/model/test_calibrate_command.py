@@ -37,7 +37,7 @@ from adaattn_hf.policy.prices import Price
 
 from ..support.calibration import price_table
 from ..support.command import adaattn
-from ..support.interrupting import failing
+from ..support.interrupting import failing, interrupted
 from ..support.processor import ROUNDS_BF16
 
 pytestmark = pytest.mark.usefixtures("few_rounds")
@@ -545,14 +545,13 @@ def test_wrong_arguments_end_with_code_2(model: Path, run: Run, more: tuple[str,
 
 
 def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(
-    model: Path, made: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    model: Path, made: Path, run: Run, material: tuple[str, str]
 ) -> None:
-    killed, before = lambda: signal.raise_signal(signal.SIGTERM), signal.getsignal(signal.SIGTERM)
-    says = f"what is measured is kept in {model}; the same command with --resume goes on"
-    with monkeypatch.context() as planted:
-        planted.setattr(fisher, "measure", failing(fisher.measure, 3, killed))
-        run(model, "--budget", "1%", code=143, says=says)
-    assert signal.getsignal(signal.SIGTERM) is before
+    """A process of its own gets the signal."""
+    words = arguments(model, material[0], SIZE, "--in-place --budget 1% --threads 1 --prices", material[1])
+    process = interrupted(words, model / FILE, stop=signal.SIGTERM)
+    assert process.returncode == 143, process.stderr
+    assert f"what is measured is kept in {model}; the same command with --resume goes on" in process.stderr
     assert (model / FILE).is_file()
     run(model, "--budget", "1%", "--resume")
     assert (model / "adaattn_plan.json").read_bytes() == (made / "adaattn_plan.json").read_bytes()

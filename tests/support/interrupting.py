@@ -12,8 +12,10 @@ from unittest.mock import Mock
 COMMAND = (sys.executable, "-P", "-c", "from adaattn_cli import main; main()")
 
 
-def interrupted(arguments: list[str], appears: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `adaattn` until a file appears, presses Ctrl-C, and returns how it ended."""
+def interrupted(
+    arguments: list[str], appears: Path, stop: signal.Signals = signal.SIGINT
+) -> subprocess.CompletedProcess[str]:
+    """Runs `adaattn` until a file appears, sends it a signal (that of Ctrl-C), and returns how it ended."""
     process = subprocess.Popen(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
@@ -26,7 +28,7 @@ def interrupted(arguments: list[str], appears: Path) -> subprocess.CompletedProc
         end = time.monotonic() + 180
         while process.poll() is None and not appears.is_file() and time.monotonic() < end:
             time.sleep(0.005)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(stop)
         said, errors = process.communicate(timeout=60)
     finally:
         process.kill()
