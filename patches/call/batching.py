@@ -60,9 +60,10 @@ class EngineSettings(ContinuousBatchingConfig):
 
 
 def engine_settings(model: nn.Module) -> ContinuousBatchingConfig:
-    """Settings of the engine for a model: tables of pages, graphs of their steps and asynchronous batching on CUDA.
+    """Settings of the engine for a model: tables of pages and graphs of their steps on CUDA.
 
     Where some layer slides the engine has no tables. Steps with prompts are not captured, so that nothing is padded.
+    With graphs goes asynchronous batching, by the engine's own rule, if the settings say nothing of it.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -71,9 +72,7 @@ def engine_settings(model: nn.Module) -> ContinuousBatchingConfig:
         return ContinuousBatchingConfig(use_cuda_graph=False)
     if next(model.parameters()).device.type != "cuda":
         return EngineSettings(use_cuda_graph=False, max_blocks_per_request=0)
-    return EngineSettings(
-        use_cuda_graph=(False, True), use_async_batching=True, q_padding_interval_size=1, kv_padding_interval_size=1
-    )
+    return EngineSettings(use_cuda_graph=(False, True), q_padding_interval_size=1, kv_padding_interval_size=1)
 
 
 def attend_requests(

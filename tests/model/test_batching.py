@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 import transformers as tf
 from packaging.version import Version
 from torch import Tensor
+from transformers.generation.continuous_batching.initialization import decide_use_async_batching
 
 import adaattn_hf
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.reference import attention
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.patches.call import batching
-from adaattn_hf.patches.call.batching import attend_requests
+from adaattn_hf.patches.call.batching import attend_requests, engine_settings
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.registry import engine_name
 from adaattn_hf.plans.choices import Choice, Window
@@ -321,3 +323,15 @@ def test_lengths_that_are_written_again_are_read_again() -> None:
     shorter, _ = attend_requests(None, module, query, query, query, **told)
     assert torch.equal(shorter[:, :5], first[:, :5])
     assert not shorter[:, 5:].any()
+
+
+@pytest.mark.parametrize("graphs", [(False, True), False])
+def test_asynchronous_batching_goes_with_graphs(graphs: Any) -> None:
+    """As a server asks for it that has no word for the one, `transformers serve --no-cb-use-cuda-graph`."""
+    weight = SimpleNamespace(device=torch.device("cuda"))
+    model: Any = SimpleNamespace(config=tf.LlamaConfig(), parameters=lambda: iter([weight]))
+    settings = copy.deepcopy(engine_settings(model))
+    assert settings.max_blocks_per_request != 0
+    settings.use_cuda_graph = graphs
+    decide_use_async_batching(settings, is_attn_mask_needed=False)
+    assert settings.use_async_batching is any(settings.cuda_graph_booleans) is bool(graphs)
