@@ -13,12 +13,12 @@ from torch import nn
 from adaattn_hf.plans.plan import Plan, PlanError
 
 from ..models.support import Holder, model_in, refuse_other_attention
-from .bound import BoundPlan, doors
+from .bound import BoundPlan, hooked_plans
 from .hashes import base_of
 from .slots import BLOCKS, PLAN, instead, instead_of
 
 MAX_CHECKED_PLANS = 8
-"""Plans per model whose checks are remembered, the newest ones: their doors stay open."""
+"""Plans per model whose checks are remembered, the newest ones: their hooks stay on."""
 _lock = Lock()
 
 
@@ -80,7 +80,7 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
 
 
 def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> BoundPlan:
-    current, bound_plans = trunk.__dict__.get(PLAN), [*doors(trunk)]
+    current, bound_plans = trunk.__dict__.get(PLAN), [*hooked_plans(trunk)]
     for bound in bound_plans:
         if bound.plan is plan and bound.unverified is unverified:
             if bound.snapshot is None or not bound.snapshot.same():
@@ -88,6 +88,6 @@ def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> 
             return bound
     bound = BoundPlan.of(model, plan, unverified=unverified)
     for oldest in [other for other in bound_plans if other is not current][: 1 - MAX_CHECKED_PLANS]:
-        oldest.close(trunk)
-    bound.open(trunk)
+        oldest.unhook(trunk)
+    bound.hook(trunk)
     return bound

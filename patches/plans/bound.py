@@ -1,7 +1,7 @@
-"""A plan bound to a model by one act: what was checked, the layers that run by it, and the door of the model's passes.
+"""A plan bound to a model by one act: what was checked, the layers that run by it, and the hooks of the model's passes.
 
 A `BoundPlan` lies on the trunk of a model (all of it but its head) as `adaattn_plan`, and each attention module has its
-part as `adaattn_layer`, None where it is exact. Two hooks of the trunk, its door, compare the model with what was
+part as `adaattn_layer`, None where it is exact. Two forward hooks of the trunk compare the model with what was
 checked at the start of each pass: weights and buffers, the order of layers, the settings that attention reads, and the
 plan in the configuration. They only notice that something is another; then all is checked anew, and refused in words.
 """
@@ -86,7 +86,7 @@ class BoundPlan:
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, *, unverified: bool = False) -> Self:
         """Checks all of a model against a plan (PlanError: it does not belong to it), and changes nothing of it."""
-        before = next(doors(base_of(model)), None)
+        before = next(hooked_plans(base_of(model)), None)
         bound = cls(plan, unverified, facts={} if before is None else before.facts)
         for config in configs_for(model, plan, unverified):
             settings = carried_by(config)
@@ -113,18 +113,18 @@ class BoundPlan:
         trunk = base_of(model)
         trunk.__dict__[PLAN] = self
         self.give()
-        self.open(trunk)
+        self.hook(trunk)
 
-    def open(self, trunk: nn.Module) -> None:
-        """Opens the door of a trunk: from here on each of its passes is compared with what was checked."""
+    def hook(self, trunk: nn.Module) -> None:
+        """Hooks a trunk: from here on each of its passes is compared with what was checked."""
         trunk.register_forward_pre_hook(self.enter)
         trunk.register_forward_hook(self.leave, always_call=True)
 
-    def close(self, trunk: nn.Module) -> None:
-        """Closes the door again."""
+    def unhook(self, trunk: nn.Module) -> None:
+        """Takes the hooks off again."""
         for hooks in (trunk._forward_pre_hooks, trunk._forward_hooks):
             for key in [key for key, hook in [*hooks.items()] if getattr(hook, "__self__", None) is self]:
-                hooks.pop(key, None)  # blocks of two threads may close it at once
+                hooks.pop(key, None)  # blocks of two threads may take it off at once
                 trunk._forward_hooks_always_called.pop(key, None)
 
     @property
@@ -175,7 +175,7 @@ class BoundPlan:
             refuse_autocast(self.plan, snapshot.tensors[0].device.type)
 
     def check_graph(self, bound_layer: BoundLayer) -> None:
-        """Called by planned layers of a compiled graph; the first one of a pass does what the door does elsewhere."""
+        """Called by planned layers of a compiled graph; the first one of a pass does what the hooks do elsewhere."""
         (thread, layer), trunk = self.in_graph, self.trunk()
         self.in_graph = get_ident(), bound_layer.plan.layer
         # layers come in their order: one that does not lie behind the last begins another pass
@@ -288,9 +288,9 @@ def bound_plan(model: nn.Module) -> BoundPlan | None:
     return next(plans, None)
 
 
-def doors(trunk: nn.Module) -> Iterator[BoundPlan]:
-    """Yields the plans whose door at a trunk is open: the model's own, and those of blocks."""
-    for hook in [*trunk._forward_pre_hooks.values()]:  # in one step: blocks of other threads open and close doors
+def hooked_plans(trunk: nn.Module) -> Iterator[BoundPlan]:
+    """Yields the plans whose hooks are on a trunk: the model's own, and those of blocks."""
+    for hook in [*trunk._forward_pre_hooks.values()]:  # in one step: other threads add and remove hooks
         if isinstance(owner := getattr(hook, "__self__", None), BoundPlan):
             yield owner
 
@@ -298,8 +298,8 @@ def doors(trunk: nn.Module) -> Iterator[BoundPlan]:
 def unbind(model: nn.Module) -> None:
     """Takes away all that binding plans has put on a model."""
     for part in model.modules():
-        for bound in [*doors(part)]:
-            bound.close(part)
+        for bound in [*hooked_plans(part)]:
+            bound.unhook(part)
         part.__dict__.pop(PLAN, None)
         part.__dict__.pop(LAYER, None)
 

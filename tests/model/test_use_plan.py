@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import adaattn_hf
 from adaattn_hf.patches.observe.spans import spans
-from adaattn_hf.patches.plans.bound import BoundPlan, doors
+from adaattn_hf.patches.plans.bound import BoundPlan, hooked_plans
 from adaattn_hf.patches.plans.slots import BLOCKS, instead
 from adaattn_hf.plans.plan import Plan, PlanError
 
@@ -230,13 +230,13 @@ def test_what_was_checked_dies_with_the_model() -> None:
     assert gone() is None
 
 
-def test_doors_that_other_threads_close_meanwhile(small: Case) -> None:
+def test_hooks_that_other_threads_take_off_meanwhile(small: Case) -> None:
     trunk, bound = small.model.model, BoundPlan.of(small.model, small.plans["wide"])  # type: ignore[arg-type]
     hooks = trunk._forward_pre_hooks
-    # while somebody asks whose hook it is, another thread closes all doors
+    # while somebody asks whose hook it is, another thread takes all hooks off
     hook = type("Hook", (), {"__self__": property(lambda self: hooks.clear())})
-    for look in (lambda: [*doors(trunk)], lambda: bound.close(trunk)):
-        bound.open(trunk)
+    for look in (lambda: [*hooked_plans(trunk)], lambda: bound.unhook(trunk)):
+        bound.hook(trunk)
         hooks[-1] = hook()
         look()
         assert not hooks
