@@ -33,12 +33,12 @@ from ..stats.stopwatch import in_turn
 from .settings import CalibrationSettings
 from .state import CalibrationState
 
-FORETOLD = 256
+LONGEST_WITHOUT_ESTIMATE = 256
 """Sequences of no more tokens soon tell by themselves how long a calibration takes."""
-SHORTEST, PARTS, BRIEF = 128, 8, 1.0
+SHORTEST, PARTS, BRIEF_SECONDS = 128, 8, 1.0
 """Tokens of the first sequence that steps are timed on, at least, and as a part of the longest: it adds to the work.
 Steps that take fewer seconds together are timed on longer ones, too: on short ones a GPU waits for the host."""
-SEARCHED, CANDIDATES = 6, 6
+PLANS_TRIED, PLANS_JUDGED = 6, 6
 """Whole plans that are foretold on calibration text, and on held-out text: mostly all that there are, and a first one
 that fails ends it early."""
 LEAST_HELD_OUT = 6
@@ -283,8 +283,8 @@ def stages(pace: Pace, s: CalibrationSettings, size: int) -> dict[str, float]:
     """Returns the seconds of each stage for so many processes; `plans` is all that follows for one budget."""
     pairs, risks, prices = (sum(pace[step].values()) for step in ("pair", "risk", "prices"))
     # exact attention reads the text once, and each candidate once
-    searched = SEARCHED * (s.joint + min(s.haystacks, s.joint)) / 2
-    judged = s.held_out * (1 + CANDIDATES) / 2 + s.haystacks * CANDIDATES
+    searched = PLANS_TRIED * (s.joint + min(s.haystacks, s.joint)) / 2
+    judged = s.held_out * (1 + PLANS_JUDGED) / 2 + s.haystacks * PLANS_JUDGED
     passes = ((s.rounds + 1) * s.prompts + 1) * bool(s.rounds)  # whole ones that are timed
     return {
         "moments": pairs / 2,  # the passes that find the layers
@@ -308,7 +308,10 @@ def seconds_at(
         prepared = {fewer: prepared[fewer], more: steps(more)}
         calls = {(name, tokens): call for tokens, of in prepared.items() for name, call in of.items()}
         least = {key: min(one.wall for one in runs) for key, runs in in_turn(calls, device, 2).items()}
-        if more == lengths[-1] or sum(seconds for (_, tokens), seconds in least.items() if tokens == more) > BRIEF:
+        if (
+            more == lengths[-1]
+            or sum(seconds for (_, tokens), seconds in least.items() if tokens == more) > BRIEF_SECONDS
+        ):
             break
     found: dict[str, dict[int, float]] = {}
     for name in dict.fromkeys(name for name, _ in calls):

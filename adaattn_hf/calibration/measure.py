@@ -33,7 +33,7 @@ from ..policy.knapsack import Array
 from ..policy.prices import PriceTable
 from ..stats.profile import stratified_rows
 from . import fisher, pricing
-from .inputs import FORETOLD, Inputs, Pace, Run, cut, seconds_at, stages
+from .inputs import LONGEST_WITHOUT_ESTIMATE, Inputs, Pace, Run, cut, seconds_at, stages
 from .layers import Layers, Measurement, launch_label, observe_layers, unit_prices
 from .state import CalibrationState, forget
 
@@ -70,7 +70,7 @@ def pace_of(inputs: Inputs) -> Pace:
 def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
     """Returns risks and prices of a model, which serve any number of budgets; `prices` are measured now if absent."""
     run, settings = inputs.run, inputs.settings
-    if run.expect is not silent and settings.lengths[-1] > FORETOLD:
+    if run.expect is not silent and settings.lengths[-1] > LONGEST_WITHOUT_ESTIMATE:
         run.progress("estimate", 0, 1)
         inputs = replace(inputs, pace=(pace := pace_of(inputs)))
         seconds = stages(pace, settings, inputs.team.size)

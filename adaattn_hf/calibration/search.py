@@ -38,7 +38,7 @@ VISIBLE = 0.1
 """Share of the KL of rounding that a plan must add to be distinguished from exact attention."""
 SHARES = (0.05, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
 """Shares of the KL that the budget allows, for which plans are sought."""
-TAMED = 4
+MOST_TRIES = 4
 """Most plans that are measured for one share: one that loses needles is followed by one with less risk for them."""
 REHEARSED = 0.2
 """Significance level of the sign test on needles lost in calibration text: a margin to that of the proof."""
@@ -235,7 +235,7 @@ def ladder(
     # the first share twice: what it teaches of the sums of risks places all others
     for step, share in enumerate((SHARES[0], *SHARES)):
         inputs.run.progress("joint", step, len(SHARES) + 1)
-        for _ in range(TAMED):
+        for _ in range(MOST_TRIES):
             inputs.refuse_late()
             limit = np.full(len(s.lengths), share * _room(gates, flips))
             way = way_within(measurement, formats, limit, alpha, needles)

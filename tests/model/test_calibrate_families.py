@@ -12,7 +12,7 @@ from adaattn_hf.calibration.calibrate import choose_and_verify
 from adaattn_hf.calibration.inputs import Inputs, OutOfTime
 from adaattn_hf.calibration.layers import Measurement
 from adaattn_hf.calibration.measure import measure
-from adaattn_hf.calibration.search import SHARES, TAMED
+from adaattn_hf.calibration.search import MOST_TRIES, SHARES
 from adaattn_hf.calibration.settings import CalibrationSettings
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.policy.prices import PriceTable
@@ -82,7 +82,7 @@ def measurement(request: pytest.FixtureRequest, text: Path) -> Measurement:
 def test_a_search_decides_and_its_plan_changes_something(measurement: Measurement, budget: float) -> None:
     result = choose_and_verify(measurement, replace(SETTINGS, budget=budget))
     steps = [entry for entry in result.report["history"] if "measured" in entry]
-    assert len(steps) <= TAMED * (1 + len(SHARES))
+    assert len(steps) <= MOST_TRIES * (1 + len(SHARES))
     chosen = [(layer.layer, choice) for layer in result.plan.layers for choice in layer.choices]
     if budget < 1e-6:
         assert not result.met

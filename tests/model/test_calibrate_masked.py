@@ -452,7 +452,7 @@ def test_positions_of_tables_that_count_from_behind_padding_or_an_offset() -> No
 def test_the_command_makes_shows_and_stores_a_plan(
     tmp_path: Path, text: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "BRIEF", 0.0)  # 512 tokens are foretold by 128 and 256
+    monkeypatch.setattr(inputs, "BRIEF_SECONDS", 0.0)  # 512 tokens are foretold by 128 and 256
     directory = Path(shutil.copytree(demo_model_path("bert"), tmp_path / "bert"))
     table = tmp_path / "prices.json"
     table.write_text(prices().to_json())
