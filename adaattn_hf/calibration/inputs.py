@@ -308,10 +308,8 @@ def seconds_at(
         prepared = {fewer: prepared[fewer], more: steps(more)}
         calls = {(name, tokens): call for tokens, of in prepared.items() for name, call in of.items()}
         least = {key: min(one.wall for one in runs) for key, runs in in_turn(calls, device, 2).items()}
-        if (
-            more == lengths[-1]
-            or sum(seconds for (_, tokens), seconds in least.items() if tokens == more) > BRIEF_SECONDS
-        ):
+        longer = sum(seconds for (_, tokens), seconds in least.items() if tokens == more)
+        if more == lengths[-1] or longer > BRIEF_SECONDS:
             break
     found: dict[str, dict[int, float]] = {}
     for name in dict.fromkeys(name for name, _ in calls):
