@@ -49,5 +49,5 @@ def layer_by(module: nn.Module, data: Mapping[str, Any]) -> BoundLayer | None:
         unbind(model)
         trunk.__dict__[PLAN] = found
         found.give()
-        found.open(trunk)
+        found.hook(trunk)
     return checked_layer(module)
