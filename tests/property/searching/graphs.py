@@ -140,7 +140,8 @@ def judge(case: Graphed) -> str:
         try:
             verdicts.add(compare(each, found[number], expected[number]))
         except AssertionError as wrong:
-            told = first.given.borders is not None  # stock attention, in graphs as well, reads across documents
+            # stock attention, in graphs as well, reads across documents; a trace keeps how many tokens an expert had
+            told = first.given.borders is not None and not (case.way == "traced" and "moe" in first.family)
             if told or any(right(each, theirs[number], expected[number]) for theirs in stock_outputs(case)):
                 raise AssertionError(f"call {number + 1}: {wrong}") from wrong
             verdicts.add("stock differs")
