@@ -43,7 +43,7 @@ def run(options: Options) -> Done:
             return f"finished cells are kept in {options.file}; --output {options.file} --only REGEX adds others"
         return "no cell was finished"
 
-    with ending(argument="output", default=options.file, stays=kept, kept=kept):
+    with ending(argument="output", default=options.file, kept=kept):
         use_threads(options.threads)
         where = resolve_device(options.device)
         data = read_grid(options.grid, where.type, options.rivals)

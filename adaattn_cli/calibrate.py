@@ -58,7 +58,7 @@ def run(options: Options) -> Done:
         target, places = directory(options), directories(options)
 
     stays = partial(kept, target, "the same command with --resume")
-    with ending(default=target, stays=stays, kept=stays, wrong=(ValueError, FileNotFoundError, ModelUnavailable)):
+    with ending(default=target, kept=stays, wrong=(ValueError, FileNotFoundError, ModelUnavailable)):
         use_threads(options.threads)
         resolve_device(options.device)
         job = job_of(options, target, places)

@@ -29,7 +29,7 @@ def ending(
     *,
     argument: str = "file",
     default: object = None,
-    stays: str | Callable[[], str] = "",
+    stays: str | None = None,
     kept: Callable[[], str] | None = None,
     wrong: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
@@ -38,7 +38,7 @@ def ending(
     Args:
         argument: Name printed before a file that cannot be read or written.
         default: The file to name if the error names none.
-        stays: Sentence on what is kept, added to such an error; where that shows only then, a function.
+        stays: Sentence on what is kept, added to such an error; by default what `kept` says.
         kept: What an interrupted command keeps; None for a command without --resume.
         wrong: Errors that mean a mistake in the arguments.
     """
@@ -56,7 +56,7 @@ def ending(
     except EvalError as error:
         leave(error)
     except OSError as error:
-        words = stays() if callable(stays) else stays
+        words = kept() if stays is None and kept is not None else stays
         leave(DataUnavailable(f"{argument}: {of_file(error, default)}{words and f'; {words}'}"))
     except KeyboardInterrupt as error:
         if kept is None:

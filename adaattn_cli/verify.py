@@ -76,9 +76,12 @@ def prove(options: Options, console: Console) -> dict[str, Any]:
     if not options.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     refuse_repeats(options.data, None)
-    own = Path(model)
-    carries = own.is_dir() and carried_by(read_config(model, **options.source())).get(CONFIG_KEY) is not None
-    path = options.plan or (own if carries or (own / PLAN_FILE).is_file() else default_plan())
+    path, own = options.plan, Path(model)
+    if path is None:
+        carries = (own / PLAN_FILE).is_file() or (
+            own.is_dir() and carried_by(read_config(model, **options.source())).get(CONFIG_KEY) is not None
+        )
+        path = own if carries else default_plan()
     plan = Plan.from_pretrained(path)
     room = f"expected room for sequences of {plan.max_length} tokens; give another --device"
     verdicts, gates, stored_as = dict[int, Verified](), Gates(plan.budget), plan.cache[0] if plan.cache else "model"
