@@ -80,9 +80,8 @@ class HeadRules:
         bits |= HEAD_SINKS if any(self.sinks) else 0
         bits |= HEAD_UNTIL if self.until is not None else 0
         object.__setattr__(self, "features", bits)
-        both_ways, causal = (MaskStructure(1, 1, 1, causal=causal) for causal in (False, True))
-        free = windows_and_reach(both_ways, self), windows_and_reach(causal, self)
-        object.__setattr__(self, "free", free)
+        free = (windows_and_reach(MaskStructure(1, 1, 1, causal=causal), self) for causal in (False, True))
+        object.__setattr__(self, "free", tuple(free))
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy or a pickle, which has no kernels yet."""

@@ -20,10 +20,8 @@ from torch import Tensor
 
 from .tracing import transient
 
-FORMATS = ("int8", "k8v4")
-"""Stored formats by name: keys and values in int8; int8 keys with values of four bits."""
 BITS = {"int8": 8, "k8v4": 4}
-"""Bits of a value's code, by format."""
+"""Bits of a value's code, by the name of the format; keys have eight."""
 INT8_LEVELS = 127
 """The largest code of 8 bits: -128 is left out, so that a number and its negative round alike."""
 

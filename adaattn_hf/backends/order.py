@@ -49,10 +49,6 @@ def _from_memory(kind: CallKind) -> bool:
     return kind.device.type == "cpu" and lone and (kind.kv_bytes > _CACHED_BYTES or kind.compiling)
 
 
-def _small(kind: CallKind) -> bool:
-    return max(kind.head_dim, kind.head_dim_v) <= _SMALL_HEAD
-
-
 def _special(kind: CallKind) -> bool:
     return bool(kind.features & (WINDOW | SOFTCAP | SINKS)) or kind.shape in ("ragged", "window", "irregular")
 
@@ -99,7 +95,8 @@ def _read_in_place(kind: CallKind) -> bool:
     if not _over_runs(kind):
         return False
     short = kind.head_dim == _WIDE_HEAD and kind.packed <= _SHORT_DOCUMENTS
-    ours = (kind.groups % 3 == 0 and _small(kind)) or short
+    narrow = max(kind.head_dim, kind.head_dim_v) <= _SMALL_HEAD
+    ours = (kind.groups % 3 == 0 and narrow) or short
     return not (kind.packed and _heavy(kind)) or (ours and TRITON.specialised(kind))
 
 

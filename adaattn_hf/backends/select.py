@@ -86,9 +86,8 @@ def missing(name: str) -> tuple[str, ...]:
 def attend(call: AttentionCall, backend: str | None = None) -> AttentionResult:
     """Attention by the chosen backend, or by a named one.
 
-    Raises:
-        ValueError: Tensors do not belong together, or a number is out of its range.
-        BackendRefusal: The named backend cannot serve the call, or no backend serves its rules per head.
+    A ValueError where tensors do not belong together or a number is out of its range. A BackendRefusal where the named
+    backend cannot serve the call, or none serves its rules per head.
     """
     kernel = kernel_of(call, backend)
     if kernel is None:

@@ -22,7 +22,7 @@ from ..attention.call import AttentionCall
 from ..attention.tracing import in_backward
 from .bound_layer import BoundLayer
 from .choices import EXACT
-from .plan import Plan, UnitRecord
+from .plan import Plan
 from .sampled import losses, one_run
 
 logger = logging.getLogger("adaattn_hf")
@@ -123,11 +123,8 @@ class Monitor:
         mass, square = self._sums[index] = mass + lost.sum(-1), square + lost.square().sum(-1)
         counters.rows += count
         counters.lost = (mass / counters.rows).tolist()
-        units: list[tuple[int, UnitRecord]] = [
-            (head, self._units[index, bound_layer.local_heads.start + head])
-            for head in range(len(lost))
-            if (index, bound_layer.local_heads.start + head) in self._units
-        ]
+        numbered = enumerate(range(bound_layer.local_heads.start, bound_layer.local_heads.start + len(lost)))
+        units = [(head, unit) for head, number in numbered if (unit := self._units.get((index, number))) is not None]
         squares = (square / counters.rows).tolist()
         counters.predicted_kl = sum(
             unit.risk * squares[head] / unit.dropped_square for head, unit in units if unit.dropped_square > 0

@@ -99,7 +99,6 @@ class Ratio:
     mean: float
     error: float | None
     clusters: int
-    weight: float
 
     def upper(self, confidence: float) -> float:
         """Returns the one-sided upper confidence bound by Student's t, infinite with a single cluster."""
@@ -118,10 +117,10 @@ def clustered_ratio(values: Float, weights: NDArray[np.int64] | Float) -> Ratio:
     clusters, total = len(values), float(weights.sum())
     mean = float(values.sum() / total)
     if clusters < 2:
-        return Ratio(mean, None, clusters, total)
+        return Ratio(mean, None, clusters)
     changes = (values - mean * weights) / (total - weights)
     error = math.sqrt((clusters - 1) / clusters * float(changes @ changes))
-    return Ratio(mean, error, clusters, total)
+    return Ratio(mean, error, clusters)
 
 
 def clustered(names: Sequence[str], sums: Sequence[float], tokens: Sequence[int]) -> tuple[Float, NDArray[np.int64]]:

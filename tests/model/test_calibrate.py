@@ -153,9 +153,9 @@ def test_the_first_failure_ends_the_sequence_and_the_last_that_passed_is_the_pla
 @pytest.mark.parametrize(
     ("loss", "kl", "remedy"),
     [
-        (Ratio(5e-4, 5e-4, 8, 1.0), 1e-4, "about 4 times as much held-out text would change that: its mean"),
-        (Ratio(2e-3, 5e-4, 8, 1.0), 1e-4, "more held-out text would not change that; a larger budget"),
-        (Ratio(5e-4, 5e-4, 8, 1.0), 2e-3, "more held-out text would not change that; a larger budget"),
+        (Ratio(5e-4, 5e-4, 8), 1e-4, "about 4 times as much held-out text would change that: its mean"),
+        (Ratio(2e-3, 5e-4, 8), 1e-4, "more held-out text would not change that; a larger budget"),
+        (Ratio(5e-4, 5e-4, 8), 2e-3, "more held-out text would not change that; a larger budget"),
     ],
     ids=["the bound alone", "the loss itself", "the KL"],
 )

@@ -34,12 +34,13 @@ _new = tuple.__new__
 _EXTRAS = SOFTCAP | SINKS | BIAS | LSE | SUBCLASS
 
 NO_BACKWARD = bytes(BACKWARD.size)
-_ERRORS = {
+ERRORS = {
     -1: "the native kernels were called with inconsistent extents, with segments outside the "
     "tensors, or backward with int8 keys",
     -2: "the native kernels ran out of memory",
     -3: "the native kernels have no code for the instruction set that was asked for",
 }
+"""What a status of the library stands for."""
 
 
 def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
@@ -296,9 +297,4 @@ def run(
         torch.get_num_threads(), level, rules, backward,
     )  # fmt: skip
     if status := function(arguments):
-        raise error_of(status)
-
-
-def error_of(status: int) -> RuntimeError:
-    """The error that a status of the library stands for."""
-    return RuntimeError(_ERRORS[status])
+        raise RuntimeError(ERRORS[status])

@@ -148,12 +148,7 @@ def find_rules(structure: MaskStructure) -> Rules:
 
 
 def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:
-    """What turns a cache's codes into numbers, packed behind nothing else; None asks for a closer look at it.
-
-    Args:
-        stored: Of the cache.
-        key: Its codes of keys `[batch, num_kv_heads, kv_len, head_dim]`.
-    """
+    """What turns a cache's codes, `key` are those of its keys, into numbers; None asks for a closer look at them."""
     batch, kv_heads, kv_len, dim = key.shape
     vectors, scales = (batch, kv_heads, dim), (batch, kv_heads, kv_len)
     keys, values = stored.key_scale, stored.value_scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .launch import error_of
+from .launch import ERRORS
 from .library import DTYPES, STORE, library, loaded
 from .rules import FLOATS, check_rule
 
@@ -63,4 +63,4 @@ def store(
         )
     )  # fmt: skip
     if status:
-        raise error_of(status)
+        raise RuntimeError(ERRORS[status])

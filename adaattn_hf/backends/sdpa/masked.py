@@ -26,11 +26,9 @@ KEPT_BYTES = 1 << 28
 """Bytes of masks that are kept for all layers; beyond, each layer makes them again."""
 
 
-def additive_mask(
-    structure: MaskStructure, dtype: torch.dtype, device: torch.device, low: int = 0, high: int | None = None
-) -> Tensor:
-    """The additive mask of the keys from `low` to before `high`, `[batch or 1, heads or 1, q_len, keys]`."""
-    return additive(structure.visible(device=device)[..., low:high], dtype)
+def additive_mask(structure: MaskStructure, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The additive mask of a structure, `[batch or 1, heads or 1, q_len, kv_len]`, for `MaskStructure.cached`."""
+    return additive(structure.visible(device=device), dtype)
 
 
 def added(bias: Tensor, query: Tensor) -> Tensor:

@@ -101,11 +101,8 @@ class Part(ABC):
     def head_rule(self, few: bool) -> Mapping[str, Any] | None:
         """Returns the part as a rule of `HeadRules`: any of `window`, `sinks`, `precision`.
 
-        Args:
-            few: Whether sequences have fewer than `MIN_PREFILL_ROWS` query rows in the call.
-
-        Returns:
-            None if `HeadRules` cannot express it; such heads get a call of their own.
+        None if `HeadRules` cannot express it; such heads get a call of their own. `few`: sequences have fewer than
+        `MIN_PREFILL_ROWS` query rows in the call.
         """
         return None
 
