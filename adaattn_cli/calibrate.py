@@ -138,15 +138,11 @@ def calibrated(
                 progress(STAGES.get(stage, stage) + about, done, total)
 
             with room_or_sentence(lambda error: job.out_of_memory(device, under_way, error)):
+                started = Run(job.target, job.options.resume, job.known, step, say, expect, job.began)
                 inputs = open_inputs(
-                    placed(loaded.model, wanted),
-                    loaded.encode,
-                    job.data,
-                    job.settings,
-                    verify_data=job.verify_data,
-                    scoring=scoring,
-                    run=Run(job.target, job.options.resume, job.known, step, say, expect, job.began),
-                )
+                    placed(loaded.model, wanted), loaded.encode, job.data, job.settings,
+                    verify_data=job.verify_data, scoring=scoring, run=started,
+                )  # fmt: skip
                 measurement = measure(inputs, job.prices)
                 state, proven = measurement.state, proven_in(job.target, "", "*/")
                 # the smaller first: what it proves is a candidate of the larger

@@ -31,7 +31,12 @@ def run(options: Options) -> Done:
     try:
         plan = None if options.plan is None else Plan.from_pretrained(options.plan)
         if plan is not None:
-            check_type(plan)
+            plan.tensor_bytes()  # a PlanError where its tensors are lost
+            if plan.model_type not in CONFIG_MAPPING:
+                raise PlanError(
+                    f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in "
+                    "the program, by adaattn_hf.load_plan(model, directory)"
+                )
     except (PlanError, OSError) as error:
         leave(UsageError(f"plan: {error}"))
     if options.attention not in (None, *adaattn_hf.NAMES):
@@ -47,16 +52,6 @@ def run(options: Options) -> Done:
         else:
             raise SystemExit(_console_script(words[0])())
     return Done()
-
-
-def check_type(plan: Plan) -> None:
-    """PlanError where no configuration of Transformers has the plan's type, or its tensors are lost."""
-    plan.tensor_bytes()
-    if plan.model_type not in CONFIG_MAPPING:
-        raise PlanError(
-            f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in the "
-            "program, by adaattn_hf.load_plan(model, directory)"
-        )
 
 
 @contextmanager

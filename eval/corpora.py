@@ -90,16 +90,11 @@ def text_corpus(texts: Iterable[str], origin: str, name: str) -> Corpus:
 
 
 def load(spec: str, *, split: str = "test") -> Corpus:
-    """The corpus that one `--data` argument names.
+    """The corpus that one `--data` argument names; DataUnavailable where it is not to be had, or cannot be read.
 
-    Args:
-        spec: `wikitext`, `lambada` (hub or local cache of `datasets`); `wikitext:PATH`, `lambada:PATH` (a
-            file, or a directory of files, in that corpus's form); or the path of a text or `.jsonl` file, or of a
-            directory of them.
-        split: which split a hub dataset gives.
-
-    Raises:
-        DataUnavailable: the corpus is neither local nor cached nor to be had, or cannot be read.
+    `spec` is `wikitext` or `lambada` (a `split` from the hub or the local cache of `datasets`); `wikitext:PATH` or
+    `lambada:PATH` (a file, or a directory of files, in that corpus's form); or the path of a text or `.jsonl` file, or
+    of a directory of them.
     """
     corpus, colon, where = spec.partition(":")
     in_its_form = corpus in HUB and bool(colon)

@@ -40,12 +40,7 @@ def compute(
     arm = result.report["quality"]["arms"][1]
     tested = result.report["quality"]["comparisons"][0]
     return {
-        "perplexities": perplexities,
-        "mean_perplexity": float(np.mean(perplexities)),
-        "perplexity": arm["perplexity"],
-        "nll": arm["nll_per_token"],
-        "delta_nll": tested["delta_nll"]["mean"],
-        "upper": tested["delta_nll"]["upper"],
-        "kl_mean": tested["kl_mean"],
-        "tokens": arm["tokens"],
-    }
+        "perplexities": perplexities, "mean_perplexity": float(np.mean(perplexities)),
+        "perplexity": arm["perplexity"], "nll": arm["nll_per_token"], "tokens": arm["tokens"],
+        "delta_nll": tested["delta_nll"]["mean"], "upper": tested["delta_nll"]["upper"], "kl_mean": tested["kl_mean"],
+    }  # fmt: skip

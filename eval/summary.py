@@ -49,15 +49,10 @@ def paired_difference(delta: Float, tokens: Numbers) -> dict[str, Any]:
         return {**result, **dict.fromkeys(limits)}
     two_sided = float(stats.t.ppf((1 + CONFIDENCE) / 2, clusters - 1)) * error
     resampled = stats.bootstrap(
-        (delta, tokens.astype(np.float64)),
-        lambda d, n, axis=-1: np.sum(d, axis=axis) / np.sum(n, axis=axis),
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        batch=max(1, 2_000_000 // len(delta)),
-        method="percentile",
-        random_state=np.random.default_rng(_SEED),
-    )
+        (delta, tokens.astype(np.float64)), lambda d, n, axis=-1: np.sum(d, axis=axis) / np.sum(n, axis=axis),
+        paired=True, vectorized=True, n_resamples=RESAMPLES, batch=max(1, 2_000_000 // len(delta)),
+        method="percentile", random_state=np.random.default_rng(_SEED),
+    )  # fmt: skip
     drawn = np.sort(np.asarray(resampled.bootstrap_distribution, dtype=np.float64))
     low, high, upper = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2, CONFIDENCE])
     values = (error, mean - two_sided, mean + two_sided, ratio.upper(CONFIDENCE), float(low), float(high), float(upper))

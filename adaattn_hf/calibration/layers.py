@@ -172,14 +172,9 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
         replace(layer, choices=tuple(facts.candidates.choices[pick] for pick in layer_picks))
         for layer, layer_picks in zip(facts.exact.layers, picks.reshape(-1, facts.kv_heads), strict=True)
     ]
-    return replace(
-        facts.exact,
-        budget=settings.budget,
-        seed=settings.seed,
-        data_fingerprint=measurement.inputs.fingerprint,
-        lengths=settings.lengths,
-        layers=tuple(layer for layer in layers if not layer.is_exact),
-    )
+    planned, text = tuple(layer for layer in layers if not layer.is_exact), measurement.inputs.fingerprint
+    drawn = replace(facts.exact, seed=settings.seed, data_fingerprint=text, lengths=settings.lengths)
+    return replace(drawn, budget=settings.budget, layers=planned)
 
 
 def bound_layers(measurement: Measurement, picks: Picks) -> dict[int, BoundLayer]:

@@ -99,25 +99,11 @@ def judge(
     top1 = evidence.agree / max(tokens, 1)
     by_stock, by_plan = np.mean(evidence.needles, axis=0).tolist() if evidence.needles else (None, None)
     verdict = Verified(
-        passed=False,
-        delta_nll=worst.mean,
-        upper=upper,
-        confidence=confidence,
-        tries=number,
-        documents=worst.clusters,
-        tokens=tokens,
-        kl=mean,
-        kl_p999=float(tail),
-        top1=top1,
-        retrieval_stock=by_stock,
-        retrieval_plan=by_plan,
-        activation=activation_share[0],
-        activation_keys=activation_share[1],
-        predicted_kl=predicted,
-        sentence="",
-        needles=len(evidence.needles),
-        needles_lost=compared(evidence.needles)[0],
-    )
+        passed=False, delta_nll=worst.mean, upper=upper, confidence=confidence, tries=number, documents=worst.clusters,
+        tokens=tokens, kl=mean, kl_p999=float(tail), top1=top1, retrieval_stock=by_stock, retrieval_plan=by_plan,
+        activation=activation_share[0], activation_keys=activation_share[1], predicted_kl=predicted, sentence="",
+        needles=len(evidence.needles), needles_lost=compared(evidence.needles)[0],
+    )  # fmt: skip
     reasons = gates.refusals(verdict)
     if reasons:
         return replace(verdict, sentence=f"failed: {'; '.join(reasons)}")

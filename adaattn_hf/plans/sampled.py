@@ -42,14 +42,8 @@ def one_run(call: AttentionCall, turn: int) -> AttentionCall | None:
         bias = bias if bias.shape[2] == 1 else bias[:, :, queries]
         bias = bias if bias.shape[3] == 1 else bias[..., keys]
     plain = MaskStructure(1, run.q_len, run.k_len, structure.causal, run.offset, structure.window, structure.sinks)
-    return replace(
-        call,
-        query=call.query[row, :, queries],
-        key=call.key[row, :, keys],
-        value=call.value[row, :, keys],
-        structure=plain,
-        bias=bias,
-    )
+    query, key, value = call.query[row, :, queries], call.key[row, :, keys], call.value[row, :, keys]
+    return replace(call, query=query, key=key, value=value, structure=plain, bias=bias)
 
 
 @torch.no_grad()

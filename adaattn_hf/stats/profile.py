@@ -26,7 +26,7 @@ BLOCK = 64
 """Keys per block of the block density."""
 DENSITIES = (0.95, 0.99)
 """Shares of the attention mass for which the block density is computed."""
-_CHUNK_ELEMENTS = 1 << 23
+_CHUNK_ELEMENTS = 1 << 23  # weights of all heads at a time, 32 MiB in fp32
 
 
 def stratified_rows(length: int, count: int, generator: torch.Generator) -> Tensor:
@@ -88,11 +88,6 @@ def row_statistics(weights: Tensor, visible: Tensor, positions: Tensor) -> dict[
     return statistics
 
 
-def rows_at_a_time(heads: int, rows: int, kv_len: int) -> int:
-    """Returns how many rows to process at once, so that the weights of all heads take at most 32 MiB in fp32."""
-    return max(1, min(rows, _CHUNK_ELEMENTS // max(heads * kv_len, 1)))
-
-
 def head_sums(
     call: AttentionCall, example: int, visible: Tensor, positions: Tensor, answer: Tensor | None = None
 ) -> dict[str, Tensor]:
@@ -135,7 +130,7 @@ def head_sums(
         weights, top, total = softmax_parts(queries, k[None], call.scaling, softcap=call.softcap, bias=added, mask=seen)
         return weights[0], weighted(weights, v[None], 0.0)[0], (top + torch.log(total))[0, :, :, 0]
 
-    step = rows_at_a_time(heads, query.shape[1], key.shape[1])
+    step = max(1, _CHUNK_ELEMENTS // max(heads * key.shape[1], 1))
     for start in range(0, query.shape[1], step):
         part = slice(start, start + step)
         weights, out, lse = attended(part, query, key, value)
@@ -155,11 +150,6 @@ def head_sums(
         if answer is not None:
             add("noise_answer", (answer[:, part] - exact).square().sum((1, 2)))
     return sums
-
-
-def decibels(signal: Tensor, noise: Tensor) -> Tensor:
-    """Returns the ratio of two energies in dB, infinite where there is no noise."""
-    return 10.0 * torch.log10(signal / noise)
 
 
 def pooled_weights(
@@ -205,5 +195,6 @@ def means(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     averages["distance_mass"] = sums["distance_mass"] / rows[:, None]
     for name in ("int8", "bf16", "answer"):
         if f"noise_{name}" in sums:
-            averages[f"sqnr_{name}"] = decibels(sums["signal"], sums[f"noise_{name}"])
+            # infinite where there is no noise
+            averages[f"sqnr_{name}"] = 10.0 * torch.log10(sums["signal"] / sums[f"noise_{name}"])
     return averages

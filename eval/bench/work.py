@@ -106,20 +106,12 @@ def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:
 
     def make(implementation: str, config: Any) -> Any:
         return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](
-            batch_size=cell.batch,
-            q_length=cell.q_len,
-            kv_length=cell.keys,
-            q_offset=offset,
-            kv_offset=0,
-            mask_function=function,
-            attention_mask=padding,
+            batch_size=cell.batch, q_length=cell.q_len, kv_length=cell.keys, q_offset=offset, kv_offset=0,
+            mask_function=function, attention_mask=padding, local_size=cell.window or cell.chunk,
             allow_is_causal_skip=plain and cell.filled is None,
             allow_is_bidirectional_skip=cell.mask == "bidirectional",
-            local_size=cell.window or cell.chunk,
-            dtype=getattr(torch, cell.dtype),
-            config=config,
-            device=device,
-        )
+            dtype=getattr(torch, cell.dtype), config=config, device=device,
+        )  # fmt: skip
 
     return make
 

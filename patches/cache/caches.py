@@ -195,11 +195,10 @@ def stored_as(model: PreTrainedModel, stored: str | None, streaming: bool | None
 
 
 def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -> None:
-    """Whether a model can read a cache that is kept so.
+    """Refuses (ValueError) a cache that a model cannot read.
 
-    Raises:
-        ValueError: Unknown format, a model of another attention implementation, an encoder-decoder, one that computes
-            with its cached keys itself, or streaming heads without a plan that has windows.
+    That is an unknown format, a model of another attention implementation, an encoder-decoder, one that computes with
+    its cached keys itself, or streaming heads without a plan that has windows.
     """
     if stored not in CACHES:
         raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(CACHES)}")
@@ -207,7 +206,8 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
         return
     config = model.config.get_text_config(decoder=True)
     convert_layers(DynamicCache(config=config), stored)
-    if computes_with_cache(model):
+    # some families do, and every layer whose cache holds compressed latents, which Transformers expands by `expand_kv`
+    if family_of(config) in COMPUTES_WITH_CACHE or any(hasattr(module, "expand_kv") for module in model.modules()):
         raise ValueError(
             f"cache: got {stored!r} for {type(model).__name__}, which computes with its cached keys before "
             'attention reads them, expected a model that does not; use cache="model", without streaming heads'
@@ -232,14 +232,3 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
         )
     if streaming:
         spans_of(model)
-
-
-def computes_with_cache(model: PreTrainedModel) -> bool:
-    """Whether something in a model reads its cached keys before attention does.
-
-    So do some families, and every layer whose cache holds compressed latents (MLA, which Transformers expands by this
-    method).
-    """
-    return family_of(model.config.get_text_config(decoder=True)) in COMPUTES_WITH_CACHE or any(
-        hasattr(module, "expand_kv") for module in model.modules()
-    )

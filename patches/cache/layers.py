@@ -241,8 +241,7 @@ class CachedLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, and those before the window; as in Transformers not a positive.
 
-        Raises:
-            RuntimeError: What would be read then is gone, and the past was not recorded.
+        A RuntimeError where what would be read then is gone, and the past was not recorded.
         """
         if tokens_to_remove > 0:
             raise ValueError(

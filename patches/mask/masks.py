@@ -70,18 +70,11 @@ def adaattn_mask(
 
     def stock() -> Tensor:
         built = sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
             q_offset=q_offset,  # type: ignore[arg-type]  # also a tensor, whatever its signature says
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            allow_is_bidirectional_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-        )
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, kv_offset=kv_offset, use_vmap=use_vmap,
+            mask_function=mask_function, attention_mask=attention_mask, device=device,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
+        )  # fmt: skip
         assert built is not None  # only the skips give none
         return built
 

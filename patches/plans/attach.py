@@ -138,9 +138,8 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
         )
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
-        present = [*map(carried_by, configs)]
         plan, tensors = (
-            next((carried[key] for carried in present if carried.get(key) is not None), None)
+            next((one for config in configs if (one := carried_by(config).get(key)) is not None), None)
             for key in (CONFIG_KEY, CARRIED)
         )
         budget, allowed = 0.0 if plan is None else Plan.from_dict(plan).budget, allowed_by(chosen.budget)

@@ -42,23 +42,11 @@ def exact_plan(model: nn.Module, indices: Sequence[int], adaattn: str) -> Plan:
         raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
     config: Any = first.config
     modules = dict(attention_modules(model, config.model_type))
+    layers = tuple(LayerPlan(index, weight_hash(modules[index]), (EXACT,)) for index in indices)
     return Plan(
-        format=PLAN_FORMAT,
-        model_type=str(config.model_type),
-        weight_hash=model_hash(model),
-        configuration=computes_by(config),
-        dtype=module_dtype(modules[indices[0]]),
-        adaattn=adaattn,
-        torch=torch.__version__,
-        transformers=version("transformers"),
-        budget=0.0,
-        seed=0,
-        data_fingerprint="",
-        protocol={},
-        lengths=(),
-        layers=tuple(LayerPlan(index, weight_hash(modules[index]), (EXACT,)) for index in indices),
-        units=(),
-        verified=None,
-        tensors="",
-        attention_layers=tuple(indices),
-    )
+        format=PLAN_FORMAT, model_type=str(config.model_type), weight_hash=model_hash(model),
+        configuration=computes_by(config), dtype=module_dtype(modules[indices[0]]),
+        adaattn=adaattn, torch=torch.__version__, transformers=version("transformers"),
+        budget=0.0, seed=0, data_fingerprint="", protocol={}, lengths=(), layers=layers, units=(), verified=None,
+        tensors="", attention_layers=tuple(indices),
+    )  # fmt: skip

@@ -228,16 +228,13 @@ def attend_runs(call: AttentionCall, kernels: Any, arguments: dict[str, Any]) ->
         return AttentionResult(call.query.new_zeros(shape))
     flat: Tensor | None = None
     for packed in structure.cached(packings_of, call.query.device):
+        query = tokens_of(call.query, packed.queries)
+        key, value = (tokens_of(tensor, packed.keys) for tensor in (call.key, call.value))
         answer = kernels.flash_attn_varlen_func(
-            tokens_of(call.query, packed.queries),
-            tokens_of(call.key, packed.keys),
-            tokens_of(call.value, packed.keys),
-            cu_seqlens_q=packed.q_borders,
-            cu_seqlens_k=packed.k_borders,
-            max_seqlen_q=packed.q_longest,
-            max_seqlen_k=packed.k_longest,
+            query, key, value, cu_seqlens_q=packed.q_borders, cu_seqlens_k=packed.k_borders,
+            max_seqlen_q=packed.q_longest, max_seqlen_k=packed.k_longest,
             **arguments | {"causal": packed.rule == TO_LAST},
-        )
+        )  # fmt: skip
         out = answer[0] if isinstance(answer, tuple) else answer
         if packed.queries is None:
             return AttentionResult(out.view(shape))

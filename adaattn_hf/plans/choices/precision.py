@@ -91,14 +91,9 @@ class Precision(Operands):
         """Cast where torch computes in it, rounded where it does not."""
         if self.precision != "bf16" or is_decode(call.structure) is True:
             return self.defined(call, heads, layer)
-        low = torch.bfloat16
-        return replace(
-            call,
-            query=call.query.to(low),
-            key=call.key.to(low),
-            value=call.value.to(low),
-            bias=None if call.bias is None else call.bias.to(low),
-        )
+        query, key, value = (tensor.to(torch.bfloat16) for tensor in (call.query, call.key, call.value))
+        bias = None if call.bias is None else call.bias.to(torch.bfloat16)
+        return replace(call, query=query, key=key, value=value, bias=bias)
 
     @classmethod
     def candidates(cls, setting: Setting) -> Sequence[Precision]:
