@@ -269,17 +269,11 @@ def job_of(options: Options, target: Path, places: Sequence[Path]) -> Job:
     if risks is not None:
         lengths = {"lengths": options.lengths} if options.lengths else {}
         settings = replace(settings, **{**risks.settings, **lengths})
-    return Job(
-        options.model or str(demo_model_path("llama")),
-        options.data or (pages_path("calibration"),),
-        options.verify_data or ((pages_path("heldout"),) if packaged else None),
-        target,
-        settings,
-        None if prices is None else PriceTable.from_json(prices.read_text(encoding="utf-8")),
-        options,
-        dict(zip(places, budgets, strict=True)),
-        risks,
-    )
+    model, data = options.model or str(demo_model_path("llama")), options.data or (pages_path("calibration"),)
+    held_out = options.verify_data or ((pages_path("heldout"),) if packaged else None)
+    table = None if prices is None else PriceTable.from_json(prices.read_text(encoding="utf-8"))
+    by_place = dict(zip(places, budgets, strict=True))
+    return Job(model, data, held_out, target, settings, table, options, by_place, risks)
 
 
 def scoring_of(loaded: Checkpoint, options: Options) -> Objective:

@@ -33,8 +33,6 @@ CHUNK = 256
 """Positions projected to the vocabulary at a time."""
 FIRST = 64
 """First tokens whose keys give the mean that is subtracted, as a cache does for a short prompt."""
-HOLDERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules that are never called themselves."""
 
 
 class ModelArms:
@@ -139,7 +137,9 @@ def layers_of(model: nn.Module, attentions: Sequence[nn.Module]) -> list[nn.Modu
     layers: list[nn.Module] = []
     unplaced = set(attentions)
     for module in model.modules():
-        if not isinstance(module, nn.ModuleList) or any(isinstance(item, HOLDERS) for item in module):
+        if not isinstance(module, nn.ModuleList) or any(
+            isinstance(item, (nn.ModuleList, nn.ModuleDict)) for item in module
+        ):
             continue
         inside = [unplaced.intersection(item.modules()) for item in module]
         if any(inside) and all(len(one) <= 1 for one in inside):

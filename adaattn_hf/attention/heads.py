@@ -254,14 +254,9 @@ def some_range(call: AttentionCall, first: int, stop: int) -> AttentionCall:
     if bias is not None:
         bias = bias if bias.shape[-2] == 1 else bias[..., first:stop, :]
         bias = bias if bias.shape[-1] == 1 else bias[..., :keys]
-    return replace(
-        call,
-        query=call.query[:, :, first:stop],
-        key=key[:, :, :keys],
-        value=value[:, :, :keys],
-        structure=structure.cached(_range_of, first, stop, keys),
-        bias=bias,
-    )
+    query, key, value = call.query[:, :, first:stop], key[:, :, :keys], value[:, :, :keys]
+    part = structure.cached(_range_of, first, stop, keys)
+    return replace(call, query=query, key=key, value=value, structure=part, bias=bias)
 
 
 def _range_of(structure: MaskStructure, first: int, stop: int, keys: int) -> MaskStructure:

@@ -117,7 +117,7 @@ def _by_rows(
     first, last = (rows, rows) if speaks else (0, 0)
     if speaks is None:
         first, last = _ranges(structure, limit, decode) or (0, rows)
-    within = _rows_within(structure, limit, call.query.device) if first < last else None
+    within = rows_within(structure, limit, call.query.device) if first < last else None
     if last == 0 or within is False:
         return exact(call)
     if first == rows:
@@ -173,11 +173,8 @@ def rows_within(structure: MaskStructure, limit: int, device: torch.device) -> b
     all rows of sequences of up to `limit` tokens. Reads no data: a structure whose keys all fit answers at once,
     whatever its padding.
     """
-    within = structure.within(limit)
-    return _rows_within(structure, limit, device) if within is None else within
-
-
-def _rows_within(structure: MaskStructure, limit: int, device: torch.device) -> bool | Tensor:
+    if (within := structure.within(limit)) is not None:
+        return within
     if structure.causal:
         return structure.positions(device) < limit
     real = structure.key_padding

@@ -196,15 +196,10 @@ def explain(
         check(root)
         raise ValueError(unknown[0])
     used = [choice for each in plans if each is not None for layer in each.layers for choice in layer.choices]
-    return Explanation(
-        ", ".join(type(tower).__name__ for _, tower in towers),
-        ", ".join(dict.fromkeys(str(tower.config._attn_implementation) for _, tower in towers)),
-        tuple(layers),
-        memories[0] if memories else None,
-        legend(used),
-        verbose,
-        tuple(unknown),
-    )
+    classes = ", ".join(type(tower).__name__ for _, tower in towers)
+    names = ", ".join(dict.fromkeys(str(tower.config._attn_implementation) for _, tower in towers))
+    memory = memories[0] if memories else None
+    return Explanation(classes, names, tuple(layers), memory, legend(used), verbose, tuple(unknown))
 
 
 def _or_input(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ def attention_modules(model: nn.Module, model_type: str | None = None) -> Iterat
         index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
         if not isinstance(index, int) or config is None or model_type not in (None, config.model_type):
             continue
-        if not _holds_weights(module) or not hasattr(module, "is_causal"):
+        if not _attends(module):
             continue
         if index in names:
             raise PlanError(
@@ -29,17 +29,14 @@ def attention_modules(model: nn.Module, model_type: str | None = None) -> Iterat
         yield index, module
 
 
-def _holds_weights(module: nn.Module) -> bool:
-    return any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)
+def _attends(module: nn.Module) -> bool:
+    holds_weights = any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)
+    return holds_weights and hasattr(module, "is_causal") and hasattr(module, "config")
 
 
 def number_layers(model: nn.Module) -> None:
     """Numbers the attention modules of a model without any `layer_idx` (DistilBERT), in the order of the model."""
-    modules = [
-        module
-        for module in model.modules()
-        if hasattr(module, "is_causal") and hasattr(module, "config") and _holds_weights(module)
-    ]
+    modules = [*filter(_attends, model.modules())]
     if not any(isinstance(getattr(module, "layer_idx", None), int) for module in modules):
         for index, module in enumerate(modules):
             module.layer_idx = index  # type: ignore[assignment]

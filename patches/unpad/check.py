@@ -20,10 +20,8 @@ from .hooks import Unpadding
 
 _RECURRENT = ("conv", "linear_attention", "hybrid", "hybrid_sliding", "mamba", "recurrent", "short_conv")
 _TOWERS = ("vision_config", "audio_config", "text_config", "speech_config", "encoder", "decoder")
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Relative to the largest value; a token at a wrong position, or one that sees another row, is off by far more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-_HALF_TOLERANCE = 0.05
 
 
 def unpadding_of(model: PreTrainedModel) -> tuple[Unpadding | None, list[str]]:
@@ -58,7 +56,7 @@ def _shown_by_code(model: PreTrainedModel, trunk: PreTrainedModel) -> list[str]:
     recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or () if kind in _RECURRENT})
     if recurrent:
         reasons.append(f"it has layers ({', '.join(recurrent)}) that run from one packed row into the next")
-    if any(isinstance(m, _CONVOLUTIONS) and max(m.kernel_size) > 1 for m in trunk.modules()):
+    if any(isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and max(m.kernel_size) > 1 for m in trunk.modules()):
         reasons.append("it has convolutions, which mix neighbouring tokens of different rows")
     if any(hasattr(module, "indexer") for module in trunk.modules()):
         reasons.append("its indexer chooses keys among those of all packed rows")
@@ -113,7 +111,7 @@ def _shown_by_a_batch(unpadding: Unpadding) -> list[str]:
             if expected.shape[:2] == mask.shape:  # outputs at padding are expected to be 0
                 apart = torch.where(mask.bool()[..., None], apart, actual.abs())
             difference = float(apart.max() / expected.abs().max().clamp_min(1e-30))
-        if not difference <= _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE):  # true for NaN, too
+        if not difference <= _TOLERANCE.get(expected.dtype, 0.05):  # true for NaN, too
             reasons.append(
                 f"{name} of a test batch differs by {difference:.1e} of its largest value with and without padding"
             )

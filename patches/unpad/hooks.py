@@ -41,7 +41,6 @@ UNPADDED = "unpadded"
 _TOKEN_WISE = {"ForCausalLM": True, "LMHeadModel": True, "ForMaskedLM": False}
 # Suffixes of classes whose head reads every token.
 _EVERY_TOKEN = ("ForTokenClassification", "ForQuestionAnswering")
-_CALLERS = ("sentence_transformers.",)
 
 
 @dataclass
@@ -214,5 +213,5 @@ class DirectForward:
 def called_directly(holder: nn.Module) -> Iterator[nn.Module]:
     """Modules inside `holder` whose parent calls their `forward` directly, as those of sentence-transformers do."""
     for module in holder.modules():
-        if type(module).__module__.startswith(_CALLERS):
+        if type(module).__module__.startswith("sentence_transformers."):
             yield from module.children()

@@ -25,6 +25,7 @@ from ...attention.kind import (
     CallKind,
 )
 from ...attention.structure import MaskStructure
+from .. import capability
 from ..base import Backend, Kernel, Supports, installed
 
 if TYPE_CHECKING:
@@ -77,11 +78,9 @@ class FlashBackend(Backend):
 
     def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """What flash-attn's kernels cannot compute."""
-        from ..capability import capability  # of CUDA alone: registering names does not ask for devices
-
         reasons = list(super().refusals(kind))
-        on_cuda = kind.device.type == "cuda"
-        if on_cuda and (facts := capability(kind.device)) and not self.devices[0] <= facts.sm < self.devices[1]:
+        facts = capability.capability(kind.device) if kind.device.type == "cuda" else None
+        if facts and not self.devices[0] <= facts.sm < self.devices[1]:
             reasons.append(f"{self.product} has no kernels for compute capability {facts.sm[0]}.{facts.sm[1]}")
         for needed, feature, name in (
             (kind.needs_grad, "BACKWARD", "the backward pass"),
@@ -117,12 +116,6 @@ FA3 = FlashBackend("fa3", 3, "flash_attn_interface", "flash-attn 3", ((9, 0), (1
 FA3_FWD = FlashBackend("fa3_fwd", 3, "fa3_fwd_interface", "fa3-fwd", ((9, 0), (10, 0)), "fa3_fwd_config")
 
 
-_MODULES = ("flash_attn", "flash_attn.cute", "cutlass", "quack")
-"""Modules to look for: its own, parents first, and its compiler's, which an interrupted installation may lack."""
-_COMPILER = "cutlass"
-"""Of several wheels: the directory alone may be there of one that holds libraries."""
-
-
 class Flash4Backend(FlashBackend):
     """flash-attn 4's dense and packed kernels, which are compiled when they are first called."""
 
@@ -146,8 +139,10 @@ class Flash4Backend(FlashBackend):
 
     def missing(self) -> tuple[str, ...]:
         """Looks for the package and its imports without importing them; flash-attn 2 has the same package name."""
-        for module in _MODULES:
-            if not installed(module, whole=module == _COMPILER):
+        # its own modules, parents first, and its compiler's, which an interrupted installation may lack: of the wheels
+        # of cutlass one that holds libraries may have left a directory alone
+        for module in ("flash_attn", "flash_attn.cute", "cutlass", "quack"):
+            if not installed(module, whole=module == "cutlass"):
                 what = "is not installed" if module.startswith("flash_attn") else "is not installed whole"
                 return (f"flash-attn-4 {what} (no module {module}); pip install 'flash-attn-4>=4.0.0b1'",)
         return ()

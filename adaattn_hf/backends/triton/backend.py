@@ -27,6 +27,7 @@ from ...attention.kind import (
     WINDOW,
     CallKind,
 )
+from .. import capability
 from ..base import Backend, Kernel, Supports, installed
 from .ops import traced_step
 
@@ -57,7 +58,6 @@ class TritonBackend(Backend):
 
     def refusals(self, kind: CallKind) -> tuple[str, ...]:
         """What the kernels cannot compute."""
-        from ..capability import capability  # only of CUDA: registering names does not ask for devices
         from .tiling import LEAST_SM, refusals
 
         # in bfloat16 nothing has to be rounded for heads that compute in it
@@ -65,7 +65,7 @@ class TritonBackend(Backend):
         # where the rules end, the kernel ends a window of the structure, too
         served |= HEAD_UNTIL if (kind.compiling or kind.features & PAGES) and not kind.features & WINDOW else 0
         reasons = list(super().refusals(kind._replace(features=kind.features & ~served)))
-        facts = capability(kind.device) if kind.device.type == "cuda" else None
+        facts = capability.capability(kind.device) if kind.device.type == "cuda" else None
         if facts and facts.sm < LEAST_SM:
             reasons.append(
                 f"Triton multiplies on matrix units from compute capability 8.0 on, got {facts.sm[0]}.{facts.sm[1]}"
@@ -98,13 +98,11 @@ class TritonBackend(Backend):
 
     def specialised(self, kind: CallKind) -> bool:
         """Whether heavy calls of this kind run on the kernel for Hopper, if their tensors lie as models make them."""
-        from ..capability import capability
-        from .tiling import warps_of
-
-        facts = capability(kind.device)
+        facts = capability.capability(kind.device)
         if kind.compiling or facts is None or not facts.tiles or self.missing():
             return False
         from .launch import device_facts
+        from .tiling import warps_of
 
         index = torch.cuda.current_device() if kind.device.index is None else kind.device.index
         warps = warps_of(kind, bool(kind.features & (HEAD_WINDOWS | WINDOW)))

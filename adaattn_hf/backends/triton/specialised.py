@@ -246,7 +246,7 @@ def _consume(  # type: ignore[no-untyped-def]
         if total > 0:
             bounds = _bounds(p, 0, tiles, rules, CAUSAL, WINDOW, CLOSE, BLOCK_N)
             row_max, row_sum, pairs = first_tile(
-                row_max, row_sum, q_tile, rings, count, scale, bounds, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE, HEAD, BLOCK_N, STAGES,
+                row_max, row_sum, q_tile, rings, count, scale, bounds, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE, BLOCK_N, STAGES,
                 S_LAYOUT, dtype,
             )  # fmt: skip
             count += 1
@@ -255,16 +255,16 @@ def _consume(  # type: ignore[no-untyped-def]
                 bounds = _bounds(p, t, tiles, rules, CAUSAL, WINDOW, CLOSE, BLOCK_N)
                 acc, row_max, row_sum, pairs = add_tile(
                     (acc, row_max, row_sum, pairs), q_tile, rings, count, scale, bounds, True, WINDOW or CLOSE, WHICH, GROUPS_OF_WARPS, ALTERNATE,
-                    HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+                    BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                 )  # fmt: skip
                 count += 1
             for _t in range(gl.maximum(edges, 1), total):
                 acc, row_max, row_sum, pairs = add_tile(
                     (acc, row_max, row_sum, pairs), q_tile, rings, count, scale, None, False, False, WHICH, GROUPS_OF_WARPS, ALTERNATE,
-                    HEAD, BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
+                    BLOCK_N, STAGES, S_LAYOUT, O_LAYOUT, dtype,
                 )  # fmt: skip
                 count += 1
-            acc = last_values(acc, pairs, rings[1], count - 1, HEAD, BLOCK_N, STAGES, O_LAYOUT, dtype)
+            acc = last_values(acc, pairs, rings[1], count - 1, BLOCK_N, STAGES, O_LAYOUT, dtype)
         out = out_ptr + row * o_b + head * o_h + (q_start + i).to(gl.int64)[:, None] * o_n + d[None, :]
         lse = lse_ptr + row * l_b + head * l_h + q_start + rows
         write_rows(acc, row_max, row_sum, out, (i < q_len)[:, None], lse, rows < q_len, HAS_LSE, LINES, O_LAYOUT, dtype)

@@ -87,10 +87,11 @@ def bring_all():  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def begin_scores(  # type: ignore[no-untyped-def]
-    q, k_ring, turns, count, WHICH: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    q, rings, count, WHICH: gl.constexpr, ALTERNATE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Begins the products of queries with the `count`-th tile of a ring; waits for it, and for this group's turn."""
+    """Begins the products of queries with the `count`-th tile of keys; waits for it, and for this group's turn."""
+    k_ring, _v_ring, turns = rings
     tiles, full, _empty, _boxes = k_ring
     stage = count % STAGES
     mbarrier.wait(full.index(stage), (count // STAGES) & 1)
@@ -187,7 +188,7 @@ def _begin_values(acc, pairs, v_ring, count, BLOCK_N: gl.constexpr, STAGES: gl.c
 @gluon.jit
 def add_tile(  # type: ignore[no-untyped-def]
     state, q, rings, count, scale, bounds, MASKED: gl.constexpr, LEFT: gl.constexpr, WHICH: gl.constexpr,
-    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS_OF_WARPS: gl.constexpr, ALTERNATE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """Takes the weights of the `count`-th tile while the values of the one before are added.
@@ -196,7 +197,7 @@ def add_tile(  # type: ignore[no-untyped-def]
     """
     acc, row_max, row_sum, pairs = state
     k_ring, v_ring, turns = rings
-    scores = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
+    scores = begin_scores(q, rings, count, WHICH, ALTERNATE, BLOCK_N, STAGES, S_LAYOUT)
     added, weights = _begin_values(acc, pairs, v_ring, count - 1, BLOCK_N, STAGES, O_LAYOUT, dtype)
     if ALTERNATE:
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
@@ -214,12 +215,11 @@ def add_tile(  # type: ignore[no-untyped-def]
 @gluon.jit
 def first_tile(  # type: ignore[no-untyped-def]
     row_max, row_sum, q, rings, count, scale, bounds, LEFT: gl.constexpr, WHICH: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
-    ALTERNATE: gl.constexpr, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
-    dtype: gl.constexpr,
+    ALTERNATE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """The weights of an item's first tile: maximum, sum and weights, behind which no values wait."""
     k_ring, _v_ring, turns = rings
-    scores = begin_scores(q, k_ring, turns, count, WHICH, ALTERNATE, HEAD, BLOCK_N, STAGES, S_LAYOUT)
+    scores = begin_scores(q, rings, count, WHICH, ALTERNATE, BLOCK_N, STAGES, S_LAYOUT)
     if ALTERNATE:
         mbarrier.arrive(turns.index((WHICH + 1) % GROUPS_OF_WARPS))
     scores = warpgroup_mma_wait(0, deps=[scores])
@@ -230,7 +230,7 @@ def first_tile(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def last_values(acc, pairs, v_ring, count, HEAD: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
+def last_values(acc, pairs, v_ring, count, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, O_LAYOUT: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def] # fmt: skip
     """Adds the values of an item's last tile, which is the `count`-th."""
     added, weights = _begin_values(acc, pairs, v_ring, count, BLOCK_N, STAGES, O_LAYOUT, dtype)
     acc, weights = warpgroup_mma_wait(0, deps=[added, weights])
