@@ -152,6 +152,11 @@ def head_sums(
     return sums
 
 
+def decibels(signal: Tensor, noise: Tensor) -> Tensor:
+    """Returns the ratio of two energies in dB, infinite where there is no noise."""
+    return 10.0 * torch.log10(signal / noise)
+
+
 def pooled_weights(
     query: Tensor,
     key: Tensor,
@@ -195,6 +200,5 @@ def means(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     averages["distance_mass"] = sums["distance_mass"] / rows[:, None]
     for name in ("int8", "bf16", "answer"):
         if f"noise_{name}" in sums:
-            # infinite where there is no noise
-            averages[f"sqnr_{name}"] = 10.0 * torch.log10(sums["signal"] / sums[f"noise_{name}"])
+            averages[f"sqnr_{name}"] = decibels(sums["signal"], sums[f"noise_{name}"])
     return averages
