@@ -25,7 +25,8 @@ from adaattn_hf.eval.progress import Progress, silent
 from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
 from adaattn_hf.patches.models.cache_keyword import cache_keyword
 from adaattn_hf.patches.plans.attach import remove_plan
-from adaattn_hf.patches.plans.subject import longest_input, refuse_other_attention
+from adaattn_hf.patches.plans.layers import number_layers
+from adaattn_hf.patches.plans.subject import longest_input, refuse_unless_adaattn
 
 from ..attention.listeners import Tap
 from ..stats.paired import TokenScores, joined
@@ -204,7 +205,8 @@ def open_inputs(
         run: What is kept, and who is told.
     """
     # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
-    refuse_other_attention(model)
+    refuse_unless_adaattn(model)
+    number_layers(model)
     remove_plan(model)
     steps = scoring.generates and cache_keyword(signature(model.forward)) is not None
     if settings.aim != "prompt" and not steps:

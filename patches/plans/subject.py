@@ -14,19 +14,18 @@ from adaattn_hf.plans.plan import EXACT, PLAN_FORMAT, LayerPlan, Plan
 from ..models.positions import learned_positions, stated_positions
 from .configured import computes_by
 from .hashes import model_hash, weight_hash
-from .layers import attention_modules, number_layers
+from .layers import attention_modules
 from .parts import module_dtype
 
 
-def refuse_other_attention(model: nn.Module) -> None:
-    """Refuses a model that does not run our attention (ValueError), and numbers layers that it does not number."""
+def refuse_unless_adaattn(model: nn.Module) -> None:
+    """Refuses a model whose attention is not "adaattn", the one without a forced backend (ValueError)."""
     config: Any = model.config
     if config._attn_implementation != "adaattn":
         raise ValueError(
             f"attn_implementation is {config._attn_implementation!r}, expected 'adaattn': "
             'load the model with from_pretrained(..., attn_implementation="adaattn")'
         )
-    number_layers(model)
 
 
 def longest_input(model: nn.Module) -> int | None:
