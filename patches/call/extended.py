@@ -53,7 +53,7 @@ def attend_extended(
         call.layer, call.backend = module.__dict__.get("layer_idx"), forced
     if streams is not None:
         return restored(streams.attend(module, call, forced, bool(wants_weights)), dtype), None
-    has_layer = LAYER in module.__dict__ or (not compiling and instead() is not None)
+    has_layer = LAYER in module.__dict__ or (not compiling and bool(instead()))
     if has_layer and sliding_window is not None and isinstance(attention_mask, Tensor):
         # positions say how many tokens a cache dropped, where a dense mask does not
         call = replace(call, structure=with_dropped(call.structure, kwargs.get("position_ids")))
@@ -72,7 +72,7 @@ def attend_extended(
         # the padding beside the dense mask is for plans only
         call = replace(call, structure=call.structure.with_changes(key_padding=None))
     if out is None:
-        if settings.monitor and bound_layer is not None and not compiling and instead() is None:
+        if settings.monitor and bound_layer is not None and not compiling and not instead():
             from ..observe.monitoring import watched
 
             bound_layer = watched(module, bound_layer, call.dequantised())

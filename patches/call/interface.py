@@ -173,7 +173,7 @@ def attend_ordinary(
     if call.scaling is None:
         call.scaling = (q_shape[3] or 1) ** -0.5
     # as `layer_of` does, without a call where no block is open
-    bound_layer: BoundLayer | None = fields.get(LAYER) if instead() is None else layer_of(module)
+    bound_layer: BoundLayer | None = layer_of(module) if instead() else fields.get(LAYER)
     if bound_layer is not None:
         bound = None if module.training or bound_layer.owner is None else bound_layer.owner()
         if bound is None or get_ident() not in bound.threads:

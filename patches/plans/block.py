@@ -36,19 +36,17 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
     """Runs a model by another plan inside the `with` block, or exactly; its own plan stays and is back behind it.
 
     The block belongs to the thread, or the asyncio task, that opens it: two requests may run one model by two plans at
-    once. Blocks nest, the innermost holds, and an exception leaves nothing behind. Whatever calls the model inside
-    the block is served: `generate`, pipelines, a named backend, every cache. `config.adaattn["monitor"]` rests
-    meanwhile; `explain` and `plan_of` go on to speak of the model's own plan.
+    once. Blocks nest, the innermost holds, and an exception leaves nothing behind. A generator that yields inside one
+    leaves it open for its caller. All that calls the model is served: `generate`, pipelines, a named backend, every
+    cache. `config.adaattn["monitor"]` rests meanwhile; `explain` and `plan_of` speak of the model's own plan.
 
-    Not served, and refused by name: a model in training mode, whose layers may be computed again behind the block;
+    Not served, and refused by name: training mode, whose layers may be computed again behind the block;
     `generate_batch`, which has a thread of its own; and graphs of `torch.compile(fullgraph=True)` that are called while
     a block is open for their model (without `fullgraph` its attention runs outside the graphs meanwhile).
 
     Args:
-        model: A model whose attention implementation is one of ours, or what holds it (a pipeline, PEFT,
-            sentence-transformers).
-        plan: A plan (see `Plan.from_pretrained`), or None for exact attention in every layer. The same object is
-            checked once.
+        model: A model that runs one of our attentions, or what holds it (a pipeline, PEFT, sentence-transformers).
+        plan: A plan (see `Plan.from_pretrained`), each object of which is checked once, or None for exact attention.
         unverified: Run the plan though held-out text has not shown it good.
 
     Raises:
@@ -61,22 +59,23 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
     if plan is not None:
         bound = _bound(inner, trunk, Plan.from_pretrained(plan), unverified)
         modules |= {**bound.layers, trunk: bound}
-    outer = instead()
     with _lock:
         # compiled graphs see by a mark that a block is open in some thread; the last block removes it
         blocks = trunk.__dict__.get(BLOCKS) or Blocks()
         blocks.open += 1
         for module in (trunk, *modules):
             module.__dict__[BLOCKS] = blocks
-    instead_of.set({**(outer or {}), **modules})
+    instead_of.set((*instead(), modules))
     try:
         yield
     finally:
-        instead_of.set(outer)
         with _lock:
             blocks.open -= 1
             for module in (trunk, *modules) if not blocks.open else ():
                 module.__dict__.pop(BLOCKS, None)
+        # emptied, it is over in every context that it went to; generators may close their blocks in another order
+        modules.clear()
+        instead_of.set(tuple(block for block in instead() if block))
 
 
 def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> BoundPlan:

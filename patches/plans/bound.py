@@ -31,7 +31,7 @@ from .configured import refuse_other_configuration, refuse_other_settings
 from .hashes import base_of
 from .layers import attention_modules, running_model
 from .parts import parts
-from .slots import LAYER, PLAN, instead, layer_of
+from .slots import LAYER, PLAN, layer_of, within
 from .snapshot import Snapshot, facts_of, listen
 
 logger = logging.getLogger("adaattn_hf")
@@ -135,7 +135,7 @@ class BoundPlan:
     # ------------------------------------------------------------------ in every pass
     def enter(self, trunk: nn.Module, _: Any) -> None:
         """Called by torch before a pass."""
-        if torch.compiler.is_compiling() or ((blocks := instead()) is not None and blocks.get(trunk, self) is not self):
+        if torch.compiler.is_compiling() or within(trunk, self) is not self:
             return
         # a copy has no readers yet
         readers: Any = self.readers or (getattr(part, "config", None) for part in trunk.modules())
@@ -259,7 +259,7 @@ def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
 def checked_layer(module: nn.Module) -> BoundLayer | None:
     """Returns what `layer_of` does, compared with what was checked if the pass of its model was not (PlanError)."""
     bound_layer = layer_of(module)
-    if module.training and module in (instead() or ()):
+    if module.training and within(module, module) is not module:
         # a checkpointed layer is computed again in the backward pass, in another thread or after the block
         raise PlanError(
             "use_plan: the model is in training mode, whose passes may be repeated behind the block; call "

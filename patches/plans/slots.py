@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,16 @@ PLAN, LAYER = "adaattn_plan", "adaattn_layer"
 BLOCKS = "adaattn_blocks"
 """Marks a module while some thread runs it by another plan: a graph that is traced or run then is traced again."""
 
-instead_of: ContextVar[Mapping[nn.Module, Any] | None] = ContextVar("adaattn_plan_of_a_block", default=None)
-"""In a block of `use_plan`, what stands in for the plan of each trunk and for the part of each of its modules."""
+instead_of: ContextVar[tuple[dict[nn.Module, Any], ...]] = ContextVar("adaattn_plans_of_blocks", default=())
+"""Of each open block of `use_plan`, the innermost last: what stands in for a trunk's plan and its modules' parts."""
 instead = instead_of.get
+
+
+def within(module: nn.Module, own: Any) -> Any:
+    """Returns what the innermost block runs in place of `own`, which is the module's plan or part of one."""
+    return next((block for block in reversed(instead()) if module in block), dict[Any, Any]()).get(module, own)
 
 
 def layer_of(module: nn.Module) -> BoundLayer | None:
     """Returns an attention module's part of the plan that holds in this thread, None if it is exact."""
-    bound_layer: BoundLayer | None = (instead() or {}).get(module, module.__dict__.get(LAYER))
-    return bound_layer
+    return within(module, module.__dict__.get(LAYER))  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -240,21 +240,16 @@ def test_rows_are_not_packed_for_an_implementation_set_later(name: str) -> None:
 def test_threads_do_not_see_one_another() -> None:
     stock, ours = fresh_pair("bert")
     adaattn_hf.prepare(ours)
-    results: dict[str, Tensor] = {}
 
-    def work(side: str) -> None:
-        with torch.no_grad():
-            for _ in range(20):
-                results[side] = ours(tokens(), attention_mask=padding(side)).last_hidden_state
+    @torch.no_grad()
+    def work(side: str) -> Any:
+        return [ours(tokens(), attention_mask=padding(side)).last_hidden_state for _ in range(20)][-1]
 
-    threads = [threading.Thread(target=work, args=(side,)) for side in ("right", "holes")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        results = {side: pool.submit(work, side) for side in ("right", "holes")}
     for side, result in results.items():
         with torch.no_grad():
-            assert_same(stock(tokens(), attention_mask=padding(side)).last_hidden_state, result, padding(side))
+            assert_same(stock(tokens(), attention_mask=padding(side)).last_hidden_state, result.result(), padding(side))
 
 
 # ---------------------------------------------------------------- what stays and what goes

@@ -5,6 +5,7 @@ import copy
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,7 @@ class Case:
 
     @torch.no_grad()
     def logits(self) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=self.ids).logits
-        return logits
+        return self.model(input_ids=self.ids).logits  # type: ignore[no-any-return]
 
     def runs(self) -> str:
         found = self.logits()
@@ -74,7 +74,7 @@ def test_blocks_nest_and_leave_nothing_behind(case: Case) -> None:
     with pytest.raises(KeyError), adaattn_hf.use_plan(model, None):
         raise KeyError
     assert case.runs() == "wide"
-    assert instead() is None
+    assert not instead()
     assert not [module for module in model.modules() if BLOCKS in module.__dict__]
 
 
@@ -87,24 +87,22 @@ def test_a_profile_names_the_plan_that_runs_and_not_settings(small: Case) -> Non
         assert span.endswith(" plan") is (name != "exact")
 
 
-def test_threads_and_tasks_have_their_own(case: Case) -> None:
-    model, gate, seen = case.model, threading.Barrier(3, timeout=100), {}
+def test_threads_tasks_and_generators_have_their_own(case: Case) -> None:
+    model, gate = case.model, threading.Barrier(3, timeout=100)
 
-    def request(name: str) -> None:
+    def request(name: str) -> str:
         with adaattn_hf.use_plan(model, case.plans[name], unverified=True):
             gate.wait()
-            seen[name] = case.runs()
+            runs = case.runs()
             gate.wait()
+            return runs
 
-    threads = [threading.Thread(target=request, args=(name,)) for name in ("narrow", "wide")]
-    for thread in threads:
-        thread.start()
+    pool = ThreadPoolExecutor()
+    requests = pool.map(request, ("narrow", "wide"))
     gate.wait()
     assert case.runs() == "exact"  # both blocks are open
     gate.wait()
-    for thread in threads:
-        thread.join()
-    assert seen == {"narrow": "narrow", "wide": "wide"}
+    assert [*requests] == ["narrow", "wide"]
 
     async def serve(name: str) -> str:
         with adaattn_hf.use_plan(model, case.plans[name], unverified=True):
@@ -115,6 +113,17 @@ def test_threads_and_tasks_have_their_own(case: Case) -> None:
         return await asyncio.gather(serve("narrow"), serve("exact"), serve("wide"))
 
     assert [*asyncio.run(both())] == ["narrow", "exact", "wide"]
+
+    def served(name: str) -> Any:
+        with adaattn_hf.use_plan(model, case.plans[name], unverified=True):
+            yield case.runs()
+
+    first, second = served("narrow"), served("wide")
+    assert [next(first), next(second)] == ["narrow", "wide"]
+    first.close()  # before the one that was opened within
+    assert case.runs() == "wide"
+    pool.submit(second.close).result()  # as a collector of garbage may
+    assert case.runs() == "exact"
 
 
 @torch.no_grad()
@@ -165,10 +174,7 @@ def test_a_plan_from_a_file_and_one_that_does_not_fit(case: Case, tmp_path: Path
 
 def test_training_is_refused(case: Case) -> None:
     case.model.train()
-    with (
-        adaattn_hf.use_plan(case.model, case.plans["narrow"]),
-        pytest.raises(PlanError, match=r"use_plan: the model is in training mode.*model.eval\(\)"),
-    ):
+    with adaattn_hf.use_plan(case.model, case.plans["narrow"]), pytest.raises(PlanError, match=r"training.*eval\(\)"):
         case.logits()
 
 
