@@ -218,9 +218,8 @@ CALIBRATE = Command(
 VERIFY = Command(
     """Verify a saved plan again on your text at the level of 95 %, by the same test as in calibration.
 
-    Budget, lengths, choices and cache are the plan's; limits are the program's, or your options, and are printed. Of
-    the calibration's own text it reads what was held out, as --seed, --sequences and --joint of the calibration say. It
-    warns if options, machine or versions are others.
+    Budget, lengths, choices and cache are the plan's; limits are printed. Of the calibration's own text it reads what
+    was held out: give its --seed, --sequences and --joint. It warns of other options, machines or versions.
 
     Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
     be read; 4 model unavailable; 6 out of memory.
