@@ -27,7 +27,7 @@ SOURCE = dict(
 )  # fmt: skip
 """Which checkpoint is read, and where it runs."""
 LOADING = dict(
-    dtype=Option(str, None, "Of the weights; auto: the checkpoint's. Default: the plan's, else float32.",
+    dtype=Option(str, None, "Dtype of the weights; auto: the checkpoint's. Default: the plan's, else float32.",
         choices=DTYPES),
     tokenizer=Option(str, None, "Tokenizer, where it is not the model's own."),
     objective=Option(str, "auto", "How the model is read; auto: as its configuration says.", choices=OBJECTIVES),
@@ -36,11 +36,11 @@ LOADING = dict(
 """How a checkpoint is loaded."""
 JUDGED = dict(
     seed=Option(int, 0, "Seed of every random choice: the text sample, the labels, the rows and the needles."),
-    sequences=Option(int, 4, "Sequences per length that risks are measured on."),
-    joint=Option(int, 3, "Sequences per length that re-scale the risks, by measuring whole plans."),
+    sequences=Option(int, 4, "Sequences per length on which calibration measures risks."),
+    joint=Option(int, 3, "Sequences per length on which calibration measures whole plans, to scale risks."),
     held_out=Option(int, 24, "Held-out sequences per length, fewer where the text holds fewer."),
     top1=Option(str, None, "Least agreement on the likeliest token (99%). Default: the budget's.", read=share),
-    max_kl=Option(float, None, "Largest mean KL, nats/token (1e-3), where it is to be less than the budget."),
+    max_kl=Option(float, None, "Largest mean KL, nats/token (1e-3). At most, and by default: the budget."),
     needles_lost=Option(str, None, "Share of the needles that may be lost (2%). Default: 2% beyond chance.",
         "--needles", read=share),
     mask_share=Option(float, 0.15, "Share of the tokens that a masked LM is asked for at a time."),
@@ -81,20 +81,20 @@ EVAL = Command(
     baseline=Option(str, "",
         "Stock implementation to replace. Default: sdpa; with --baseline-plan the one under test."),
     plan=Option(str, None, "File, directory or hub id of the plan to run; none: without that of MODEL."),
-    baseline_plan=Option(str, None, "Compare with this plan (or none: with exact attention of ours), paired."),
+    baseline_plan=Option(str, None, "Compare with this plan (none: with our exact attention), token by token."),
     cache=Option(str, None, "Read windows in pieces over a cache, as decoding does, that stores the model's numbers or "
         "codes; the other arms read over Transformers' own.", choices=CACHES),
     cache_piece=Option(int, 64, "Tokens of such a piece."),
     streaming=Option(bool, False, "Heads with a window in the plan keep it alone in that cache."),
-    anchor=Option(str, None, "Second stock implementation (eager, say): its distance is the dtype's resolution."),
+    anchor=Option(str, None, "Second stock implementation (eager, say): how much two exact ones differ."),
     windows=Option(str, "rolling", "rolling (that of lm-eval) or strided (Transformers' documentation). Masked LMs "
         "have a recipe of their own.", choices=RECIPES),
     context=Option(int, None, "Tokens of a window. Default: the model's maximum."),
     stride=Option(int, None, "Tokens between windows. Default: the context."),
     batch_size=Option(int, 1, "Windows per forward pass; does not change perplexity."),
     padding=Option(str, "none", "none: batches of equal lengths. right, left: padded and masked.", choices=PADDINGS),
-    limit_docs=Option(int, None, "Only the first so many documents."),
-    limit_tokens=Option(int, None, "Only the first so many tokens of the text."),
+    limit_docs=Option(int, None, "Only the first N documents."),
+    limit_tokens=Option(int, None, "Only the first N tokens of the text."),
     mask_fraction=Option(float, 1.0, "Masked LMs: share of the tokens that is scored."),
     seed=Option(int, 0, "Seed of that sample."),
     prefix_token=Option(int, None, "Token before each document. Default: BOS, else EOS."),
@@ -190,21 +190,21 @@ CALIBRATE = Command(
         "4096, or what the model and the text can fill.", read=tokens),
     risks=Option(Path, None, "Reuse the risks of this plan (directory or file), made from the same weights and text on "
         "any machine.", "--from"),
-    prices=Option(Path, None, "Use this adaattn_prices.json of an earlier run: the plan is the same byte for byte."),
-    dtype=Option(str, "auto", "Of the weights; auto: the checkpoint's.", choices=DTYPES),
+    prices=Option(Path, None, "Times of an earlier run (its adaattn_prices.json): the plan is the same byte for byte."),
+    dtype=Option(str, "auto", "Dtype of the weights; auto: the checkpoint's.", choices=DTYPES),
     resume=Option(bool, False, "Continue the interrupted run in the plan's directory."),
     verbose=Option(bool, False, "Also print nats, levels and versions."),
     quiet=Option(bool, False, "No progress."),
     output_dir=Option(Path, None, f"Directory for the plan. Default: {PLAN_DIRECTORY} (without MODEL "
-        f"{DEMO_DIRECTORY}). MODEL stays."),
+        f"{DEMO_DIRECTORY}). MODEL is not changed."),
     in_place=Option(bool, False, "Write the plan into MODEL, a directory, whose config.json then carries it."),
-    aim=Option(str, "prompt", "What the plan is for: prompts of --lengths tokens, one decode step behind so many keys, "
-        "or the smallest cache inside the budget; the last two by windows alone.", choices=AIMS),
+    aim=Option(str, "prompt", "What the plan is for: prompts of --lengths tokens, one decode step behind "
+        "--lengths keys, or the smallest cache within the budget; the last two by windows alone.", choices=AIMS),
     kv_bytes=Option(str, None, "With --aim memory: cache at the longest length, as a share of the model's (0.4x).",
         read=share),
-    families=Option(str, (), f"Kinds of choices by commas, some of {', '.join(FAMILIES)}. Default: all that need not "
-        "be named, on a GPU without ranks.", read=words),
-    minutes=Option(float, None, "End after so many minutes, with the best plan that is verified by then."),
+    families=Option(str, (), f"Kinds of choices by commas, some of {', '.join(FAMILIES)}. Default: all, on a GPU "
+        "without rank.", read=words),
+    minutes=Option(float, None, "End after N minutes, with the best plan that is verified by then."),
     rows=Option(int, 256, "Query rows sampled per sequence."),
     labels=Option(int, 2, "Label draws per sequence, one backward pass each."),
     batch=Option(int, 1, "Sequences at once: rows of prompts or of a step, as they are timed.", "--batch-size"),
@@ -218,8 +218,8 @@ CALIBRATE = Command(
 VERIFY = Command(
     """Verify a saved plan again on your text at the level of 95 %, by the same test as in calibration.
 
-    Budget, lengths, choices and cache are the plan's; limits are the program's, or your options, and are printed. Of
-    the calibration's own text it reads what was held out. It warns if options, machine or versions are others.
+    Budget, lengths, choices and cache are the plan's; limits are printed. Of the calibration's own text it reads what
+    was held out: give its --seed, --sequences and --joint. It warns of other options, machines or versions.
 
     Exit codes: 0 the plan passes; 1 it does not; 2 wrong arguments, no plan, or one of another model; 3 a file cannot
     be read; 4 model unavailable; 6 out of memory.

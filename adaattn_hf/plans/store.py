@@ -49,7 +49,7 @@ def plan_file(source: str | Path) -> Path:
     if file is None:
         inside = sorted(str(plan.parent) for plan in path.glob(f"*/{PLAN_FILE}"))[:3]  # a run for several budgets
         raise PlanError(
-            f"{source} {'holds no plan' if path.is_dir() else 'does not exist'}; expected a plan, or a directory "
+            f"plan: {source} {'holds no plan' if path.is_dir() else 'does not exist'}; expected a plan, or a directory "
             f"or repository of the Hub that holds what `adaattn calibrate` wrote{', such as ' * bool(inside)}"
             f"{', '.join(inside)}"
         )

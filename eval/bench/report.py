@@ -8,7 +8,7 @@ from typing import Any
 from ..pages import harmless
 from ..provenance import processor
 
-_HEAD = """# Benchmarks
+_HEAD = """# Benchmarks {where}
 
 Written by `adaattn bench` from `{source}`; do not edit. Ratios are medians over rounds of the time of a stock
 implementation divided by the time of `adaattn` in the same round (above 1: `adaattn` is faster), quartiles in brackets.
@@ -31,8 +31,9 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
         f"Machine: {processor(made)}, {made['cores']} cores, {made['threads']} threads, device {device}. "
         f"Python {made['python']}; {versions}. Commits {commits}. Rounds: at most {report['rounds']}."
     )
-    lines = [_HEAD.format(source=harmless(source), machine=machine)]
     raced = [cell for cell in report["cells"] if cell.get("runs")]
+    where = f"{'beside other programs ' * bool(raced)}on {made['device'] if made['driver'] else processor(made)}"
+    lines = [_HEAD.format(where=where, source=harmless(source), machine=machine)]
     lines += [line for cell in raced for line in _race(cell)]
     for level, title in (("attention", "Attention"), ("model", "Whole models")):
         cells = [cell for cell in report["cells"] if cell["level"] == level and cell not in raced]

@@ -83,13 +83,12 @@ class AdaAttnCache(DynamicCache):
             stored: `"model"` (numbers in the model's dtype), `"int8"` (one scale per token and head) or `"k8v4"` (int8
                 keys, values of four bits). None: what the model's plan was verified with, else `"int8"`.
             reserve: Tokens for which room is made at once in layers that keep everything.
-            max_cache_len: The same, and more is refused: memory is what it was at the first token. Codes of full
-                attention are counted on the device then, so that `generate` compiles its steps and captures them on a
-                GPU, as with `StaticCache`.
+            max_cache_len: Most tokens. All memory is allocated at the first one, and more raise an error. With codes
+                and full attention in all layers, `generate` then compiles its steps and captures them on a GPU, as with
+                `StaticCache`.
             growth: Factor on the length when room is made.
-            streaming: Heads to which the model's plan gives a window keep its first and last tokens alone, for
-                sequences up to the length that the plan speaks for. None: as the plan was verified, where `stored` is
-                None, too.
+            streaming: Heads to which the model's plan gives a window keep only the first tokens and the window, for
+                sequences up to the plan's length. None: as the plan was verified if `stored` is None, else all tokens.
             offloading: As in `DynamicCache`.
             offload_only_non_sliding: As in `DynamicCache`.
 

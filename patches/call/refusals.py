@@ -64,7 +64,7 @@ def allow_keywords(*names: str) -> None:
         names: Names of the keywords. Allowing one again changes nothing.
 
     Raises:
-        ValueError: A name is none, or that of a keyword that changes attention.
+        ValueError: A name is no identifier, or that of a keyword that changes attention.
     """
     for name in names:
         if not isinstance(name, str) or not name.isidentifier() or name in MEANINGFUL_KEYWORDS:

@@ -18,9 +18,8 @@ from ..headline_picture import Bar
 from ..pages import commit, table
 
 STOCK = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_4")
-CUTS = tuple(
-    f"{name}, {cut}" for name in ("sdpa", "flash_attention_2") for cut in ("sorted into four", "each text alone")
-)
+CUTTING = "sorted into four", "each text alone", "unpadded"
+CUTS = tuple(f"{name}, {cut}" for name in ("sdpa", "flash_attention_2") for cut in CUTTING[:2])
 GROWN = tuple(f"{name}, DynamicCache" for name in STOCK)
 STEP = (*GROWN, "sdpa, StaticCache", "eager, StaticCache")
 CAPTURED = ("sdpa, StaticCache, captured", "flash_attention_2, StaticCache, captured")
@@ -120,9 +119,11 @@ def seconds(cell: Mapping[str, Any], without: str = "\0") -> dict[str, list[floa
     return dict(sorted(found.items(), key=lambda item: statistics.median(item[1])))
 
 
-def stock_and_ours(cell: Mapping[str, Any], without: str = "\0") -> tuple[str, str | None, str | None]:
+def stock_and_ours(
+    cell: Mapping[str, Any], without: str = "\0", left_out: tuple[str, ...] = ()
+) -> tuple[str, str | None, str | None]:
     """The fastest arm of stock, ours by the string alone and ours by `prepare`, without plans; None for none."""
-    names = [name for name in seconds(cell, without) if "plan" not in name]
+    names = [name for name in seconds(cell, without) if "plan" not in name and not name.endswith(left_out)]
     own = [name for name in names if name.startswith("adaattn")]
     alone, prepared = (next((name for name in own if ("prepare" in name) is asked), None) for asked in (False, True))
     return next(name for name in names if name not in own), alone, prepared
@@ -160,17 +161,20 @@ def _says(cell: Mapping[str, Any]) -> str:
 
 
 def gains(cells: Cells, rows: Sequence[Row], guides: str = "docs/guides/") -> str:
-    """A table of one machine, slower rows beside the faster ones; links go to `guides`; UsageError for no cell."""
+    """A table of one machine, slower rows beside the faster ones; links go to `guides`; UsageError for no cell.
+
+    Where stock is faster on texts that are cut first than by its best string, each has a row.
+    """
     lines = []
     for row in rows:
         if row.cell not in cells:
             raise UsageError(f"{row.cell}: not measured; python -m studies.front FILE '{row.cell}'")
         cell = cells[row.cell]
-        stock, alone, prepared = stock_and_ours(cell, row.without)
-        says = _says(cell) + (f", {row.note}" if row.note else "")
-        best = f"{stock.replace('flash_attention_2', 'flash-attn 2')}{'¹' * waits(cell['arms'][stock])}"
-        ours = _entry(cell, stock, alone), _entry(cell, stock, prepared)
-        lines.append((f"[{row.job[0]}]({guides}{row.job[1]}): {says}", best, *ours))
+        says = f"[{row.job[0]}]({guides}{row.job[1]}): {_says(cell)}" + (f", {row.note}" if row.note else "")
+        for stock, *ours in dict.fromkeys(stock_and_ours(cell, row.without, cuts) for cuts in (CUTTING, ())):
+            best = f"{stock.replace('flash_attention_2', 'flash-attn 2')}{'¹' * waits(cell['arms'][stock])}"
+            lines.append((says, best, *(_entry(cell, stock, own) for own in ours)))
+            says = "– the same texts"
     head = (f"{where(cells)}", "Best of stock", "By the string alone", "With `prepare`")
     return "\n".join(table(head, lines)[:-1])
 

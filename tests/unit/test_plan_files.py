@@ -80,7 +80,7 @@ def test_without_a_plan_it_is_said_how_to_get_one(words: str, tmp_path: Path, mo
     for budget in ("0.1pct", "1pct"):
         (tmp_path / "adaattn-plan" / budget).mkdir(parents=True)
         (tmp_path / "adaattn-plan" / budget / "adaattn_plan.json").touch()
-    says = "error: adaattn-plan holds no plan; expected a plan, or a directory or "
+    says = "error: plan: adaattn-plan holds no plan; expected a plan, or a directory or "
     refused = adaattn(*words.split(), code=2, says=says)
     assert " ".join(refused.stderr.split()).endswith("such as adaattn-plan/0.1pct, adaattn-plan/1pct")
 
