@@ -21,6 +21,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
+# Tests read and write UTF-8, whatever the locale says.
+export PYTHONUTF8 := 1
 # `python -m` would put the checkout in front of the installed package, and its adaattn_hf/ lacks the mapped packages.
 export PYTHONSAFEPATH := 1
 

@@ -14,6 +14,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")  # as the command line sets it before tqdm is imported
 # of the processes that tests start, as of this one below: threads of many that wait for one another spin
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# those of workflows and terminals, which put codes of colours and ends of lines between the words of help
+os.environ.pop("GITHUB_ACTIONS", None)
+os.environ.pop("FORCE_COLOR", None)
+os.environ.pop("PY_COLORS", None)
+os.environ.pop("COLUMNS", None)
 if not Path("/dev/nvidiactl").exists():
     # without a device Triton's kernels run in its interpreter, which is decided when triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -46,15 +46,7 @@ ATTENTION = [
     {"name": "packed", "q_len": 30, "packed": [11, 19], "gradient": True},
     {"name": "decode", "q_len": 1, "kv_len": 33},
     {"name": "static", "q_len": 1, "kv_len": 33, "filled": 20},
-    {
-        "name": "two",
-        "batch": 2,
-        "q_len": 3,
-        "kv_len": 9,
-        "mask": "bidirectional",
-        "padding": "right",
-        "lengths": [9, 4],
-    },
+    {"name": "kv", "batch": 2, "q_len": 3, "kv_len": 9, "mask": "bidirectional", "padding": "right", "lengths": [9, 4]},
 ]
 RIGHT, LEFT = (
     {"prepared": True, "batch": 2, "q_len": 12, "padding": side, "lengths": [12, 5]} for side in ("right", "left")

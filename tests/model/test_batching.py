@@ -150,7 +150,7 @@ def test_a_manager_serves_requests_that_come_later() -> None:
         found = []
         for ids in PROMPTS[:3]:
             manager.add_request(ids, max_new_tokens=NEW)
-            while (answer := manager.get_result(timeout=20)) is not None and not answer.is_finished():
+            while (answer := manager.get_result(timeout=600)) is not None and not answer.is_finished():
                 pass
             found.append(answer.generated_tokens)
         manager.stop(block=True)

@@ -33,7 +33,7 @@ from adaattn_hf.eval import arms, team
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
 from adaattn_hf.eval.progress import Display, shown_progress
 from adaattn_hf.plans.plan import PlanError
-from adaattn_hf.policy.prices import Price
+from adaattn_hf.policy.prices import Price, PriceTable
 
 from ..support.calibration import price_table
 from ..support.command import adaattn
@@ -647,9 +647,12 @@ def test_before_anything_is_measured_it_is_said_how_long_it_takes_what_shortens_
     ]
 
 
-def test_what_is_foretold_is_told_before_the_first_pass(model: Path, run: Run, tmp_path: Path) -> None:
+def test_what_is_foretold_is_told_before_the_first_pass(
+    model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "decided", Mock(side_effect=KeyboardInterrupt))
     size = SIZE.replace(f"--lengths {LENGTH}", "--lengths 288")
-    said = run(model, "--output-dir", tmp_path / "plan", size=size, priced=False, code=(0, BUDGET_NOT_MET)).output
+    said = run(model, "--output-dir", tmp_path / "plan", size=size, priced=False, code=130).output
     told, kept = said.index("time: about "), said.index(f"Ctrl-C keeps what is measured by then in {tmp_path}")
     assert told < kept < said.index("reading each layer: done")
 
@@ -658,8 +661,11 @@ def test_risks_are_kept_as_they_are_measured_and_said_to_be_kept_only_then(
     model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, size = tmp_path / "plan", SIZE.replace(f"--lengths {LENGTH}", f"--lengths 48,{LENGTH}")
+    row = {"exact": Price(0.0, 1.0), "bf16": Price(0.0, 2.0)}
+    dear = PriceTable("no plan pays", {}, {phase: {48: row, LENGTH: row} for phase in pricing.PHASES})
+    monkeypatch.setattr(pricing, "measure_prices", lambda *_, **__: dear)
 
-    def go(*more: object, to: Path = plan, code: int | tuple[int, ...] = (0, BUDGET_NOT_MET), says: str = "") -> None:
+    def go(*more: object, to: Path = plan, code: int = BUDGET_NOT_MET, says: str = "") -> None:
         run(model, *more, "--output-dir", to, size=size, priced=False, code=code, says=says)
 
     with monkeypatch.context() as planted:

@@ -39,8 +39,12 @@ EXTRAS = {
 
 @pytest.mark.parametrize("name", STRUCTURES)
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_gradients_match_double_precision(name: str, extra: str) -> None:
+def test_output_and_gradients_match_double_precision(name: str, extra: str) -> None:
     asked = call(STRUCTURES[name], **EXTRAS[extra])
+    result, right = attended(NativeBackend(), asked), reference.attention(asked)
+    torch.testing.assert_close(result.out.double(), right.out, atol=2e-6, rtol=0)
+    assert result.lse is not None
+    torch.testing.assert_close(result.lse.double(), right.lse, atol=5e-6, rtol=1e-6)
     ours = gradients(asked, torch.float32, native=True)
     truth = gradients(asked, torch.float64, native=False)
     for got, expected in zip(ours, truth, strict=True):

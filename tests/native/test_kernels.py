@@ -13,9 +13,10 @@ from adaattn_hf.attention import reference
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import through_int8
 from adaattn_hf.attention.structure import MaskStructure
+from adaattn_hf.backends.capability import of_level
 from adaattn_hf.backends.native import launch
 from adaattn_hf.backends.native.launch import rules_of
-from adaattn_hf.backends.native.library import LEVELS, level_names, missing
+from adaattn_hf.backends.native.library import LEVELS, level_here, level_names, missing
 from adaattn_hf.backends.native.rules import Rules
 
 from ..support.statistics import sqnr
@@ -118,7 +119,7 @@ def test_huge_scores_stay_finite(level: str) -> None:
     torch.testing.assert_close(lse.double(), truth.lse, atol=0, rtol=1e-5)
 
 
-NO_INT8 = pytest.mark.skipif("avx512_bf16" not in level_names(), reason="no int8 products on this machine")
+NO_INT8 = pytest.mark.skipif(not of_level(level_here()).int8, reason="no int8 products in these instructions")
 
 
 def int8_case(q_len: int, kind: str) -> tuple[AttentionCall, AttentionCall, Tensor]:

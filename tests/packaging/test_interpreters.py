@@ -63,7 +63,7 @@ def other(version: tuple[int, int], *without: str) -> str:
 
 def run(path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=ROOT, env={"PATH": str(path)}, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=ROOT, env={"PATH": str(path)}, capture_output=True, text=True, timeout=600, check=False
     )
 
 

@@ -25,11 +25,11 @@ def interrupted(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        end = time.monotonic() + 180
+        end = time.monotonic() + 600
         while process.poll() is None and not appears.is_file() and time.monotonic() < end:
             time.sleep(0.005)
         process.send_signal(stop)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=600)
     finally:
         process.kill()
     return subprocess.CompletedProcess(arguments, process.returncode, said, errors)

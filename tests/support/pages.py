@@ -14,6 +14,8 @@ from .source_tree import ROOT
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PACKAGES = frozenset({"datasets", "evaluate", "lm_eval", "peft", "sentence_transformers", "trl", "matplotlib"})
 """Optional packages that a block may say it needs."""
+NONE = ("no candidate within the budget", "the first candidate failed")
+"""What a calibration says that finds no plan."""
 BLOCK = re.compile(
     r"^(?P<indent>[ ]*)(?:<!-- (?P<mark>needs: [^>]*|run) -->\n\s*)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^[ ]*```$",
     re.MULTILINE | re.DOTALL,
@@ -61,6 +63,11 @@ def heard(shown: str, printed: str) -> float:
     page, here = (re.findall(r"[A-Za-z]{3,}", text) for text in (shown, printed))
     matches = SequenceMatcher(None, page, here, autojunk=False).get_matching_blocks()
     return sum(match.size for match in matches) / len(page)
+
+
+def why_none(text: str) -> list[str]:
+    """Why a calibration said that it finds no plan, which is the machine's to say; empty if it did not say so."""
+    return [words for words in NONE if words in " ".join(text.split())]
 
 
 def command_lines(text: str, program: str) -> list[list[str]]:

@@ -96,7 +96,7 @@ class WarmInterpreter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.communicate(timeout=60)
+        self._server.communicate(timeout=600)
 
     def run(self, code: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         assert self._server.stdin is not None

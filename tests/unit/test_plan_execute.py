@@ -104,19 +104,6 @@ def test_documents_may_be_said_once_for_all_rows(choice: Choice) -> None:
     assert torch.equal(alike, by_row)
 
 
-@pytest.mark.parametrize("extra", ["softcap", "sink_logits"])
-@pytest.mark.parametrize("choice", CHOICES[:2], ids=lambda choice: choice.label)
-def test_softcap_and_learned_sinks_are_kept(extra: str, choice: Choice) -> None:
-    query, key, value = _qkv()
-    more = {"softcap": 3.0} if extra == "softcap" else {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}
-    call = AttentionCall(query, key, value, MaskStructure(1, N, N, causal=True), D**-0.5, **more)  # type: ignore[arg-type]
-    bound_layer = bound_layer_of(choice)
-    found = execute.attend(bound_layer, call, ROUNDED.get(precision_of(choice))).out
-    torch.testing.assert_close(found.double(), defined(bound_layer, call), atol=2e-5, rtol=2e-5)
-    plain = AttentionCall(query, key, value, call.structure, D**-0.5)
-    assert not torch.allclose(found, execute.attend(bound_layer, plain).out, atol=1e-3)
-
-
 @pytest.mark.parametrize("choice", CHOICES + LOOSE, ids=lambda choice: choice.label)
 def test_the_future_changes_nothing(choice: Choice) -> None:
     query, key, value = _qkv()
