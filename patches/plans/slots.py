@@ -22,7 +22,10 @@ instead = instead_of.get
 
 def within(module: nn.Module, own: Any) -> Any:
     """Returns what the innermost block runs in place of `own`, which is the module's plan or part of one."""
-    return next((block for block in reversed(instead()) if module in block), dict[Any, Any]()).get(module, own)
+    for block in reversed(instead()):
+        if module in block:
+            return block[module]
+    return own
 
 
 def layer_of(module: nn.Module) -> BoundLayer | None:
