@@ -142,8 +142,8 @@ bench: $(READY) ## speed alone, against stock attention
 rivals: .venv-rivals/.ready ## the environment of ONNX Runtime, OpenVINO and llama.cpp, for bench-rivals
 
 .PHONY: bench-rivals
-bench-rivals: $(READY) .venv-rivals/.ready ## encoders and a language model on a CPU beside those; ONLY='MiniLM' for some cells; writes docs/results/rivals.*
-	$(BIN)/adaattn bench --rivals .venv-rivals/bin/python --rounds 15 --only '$(ONLY)' --output docs/results/rivals.json
+bench-rivals: $(READY) .venv-rivals/.ready ## encoders and a language model on a CPU beside those; ONLY='MiniLM' for some cells; writes docs/results/rivals.*, or OUTPUT=FILE.json and its page for another machine
+	$(BIN)/adaattn bench --rivals .venv-rivals/bin/python --rounds 15 --only '$(ONLY)' --output $(or $(OUTPUT),docs/results/rivals.json)
 
 bench-gate: $(READY) ## the grid of bench, failing where a cell is below its floor; writes results/bench.json and .md
 	$(BIN)/adaattn bench --gate --rounds 30 --output results/bench.json
