@@ -28,8 +28,13 @@ HELP_NAMES = {"help_option_names": ["--help", "-h"]}
 
 def group(**options: Any) -> typer.Typer:
     """Returns an empty group of commands."""
-    shown: dict[str, Any] = {"rich_markup_mode": "rich", "pretty_exceptions_enable": False}
-    return typer.Typer(no_args_is_help=True, context_settings=HELP_NAMES, **shown, **options)
+    return typer.Typer(
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings=HELP_NAMES,
+        **options,
+    )
 
 
 def add(parent: typer.Typer, name: str, made: Command) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from adaattn_hf.backends.capability import capability, of_level
 from adaattn_hf.backends.native.build import compiler
-from adaattn_hf.backends.native.library import library, missing
+from adaattn_hf.backends.native.library import level_names, library, missing
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.errors import UsageError
 
@@ -92,7 +92,7 @@ def findings() -> Iterator[Finding]:
     yield Finding("cpu", platform.system(), f"{platform.machine()}, {os.cpu_count()} cores")
     try:
         if kernels := library():
-            yield Finding("cpu", "native kernels", f"for {kernels.level_name} (built for {', '.join(kernels.levels)})")
+            yield Finding("cpu", "native kernels", f"for {kernels.level_name} (built for {', '.join(level_names())})")
             if of_level(kernels.level_name).bf16:
                 yield Finding("cpu", "bfloat16", "in hardware: load encoders in it")
         else:

@@ -78,13 +78,19 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
     for label, checkpoint, corpus, chosen, name in runs:
         leads = team.present().leads
         with shown_progress(Console(stderr=True), quiet=options.quiet or not leads) as display:
-            kept: dict[str, Any] = {"output": directory / name, "resume": options.resume}
-            result = runner.evaluate(checkpoint, corpus, chosen, progress=partial(display, label), **kept)
+            result = runner.evaluate(
+                checkpoint,
+                corpus,
+                chosen,
+                output=directory / name,
+                resume=options.resume,
+                progress=partial(display, label),
+            )
         bounds = result["bounds"] = report.bounds(result, options.max_ppl_ratio)
         broken += [f"{label}: {b['name']} {b['asked']:g}: {b['sentence']}" for b in bounds if not b["kept"]]
         if packaged:
-            passed, sentence = showcase.verdict(result)
-            if not passed:
+            kept, sentence = showcase.verdict(result)
+            if not kept:
                 broken.append(sentence)
             elif leads and not options.quiet:  # the table comes at the end
                 tell(Console(stderr=True), sentence)

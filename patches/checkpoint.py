@@ -105,7 +105,7 @@ def dtype_for(dtype: str | None, plans: Sequence[str | None], config: Any, defau
         try:
             planned = (Plan.from_dict(carried) if plan is None else Plan.from_pretrained(plan)).dtype
         except (PlanError, OSError) as error:
-            raise ModelUnavailable(f"plan: {plan!r}: {error}") from error
+            raise ModelUnavailable(f"plan: {plan!r}: {str(error).removeprefix('plan: ')}") from error
         kind = resolve_dtype(dtype or planned)
         if ((config.dtype or torch.float32) if kind == "auto" else kind) is not DTYPES[planned]:
             remedy = f"give --dtype {planned}, or leave --dtype out" if user_dtype else "give plans of one dtype"
@@ -369,4 +369,4 @@ def give_plan(model: Any, plan: str | None) -> None:
         else:
             load_plan(model, plan)
     except (PlanError, OSError) as error:
-        raise ModelUnavailable(f"plan: {plan!r}: {error}") from error
+        raise ModelUnavailable(f"plan: {plan!r}: {str(error).removeprefix('plan: ')}") from error

@@ -146,7 +146,11 @@ class Plan:
 
     @property
     def cache(self) -> tuple[str, bool] | None:
-        """Format of the cache it was verified with, and if heads stream; None without one, PlanError if malformed."""
+        """Format of the cache that the plan was verified with, and whether its heads stream; None without one.
+
+        Raises:
+            PlanError: The protocol's entry is malformed.
+        """
         cache = self.protocol.get("cache")
         if cache is None:
             return None
@@ -171,7 +175,11 @@ class Plan:
 
     @property
     def exact_steps(self) -> bool:
-        """Whether decode steps are exact, as no choice was faster where it was made; PlanError if malformed."""
+        """Whether decode steps are exact: where the plan was made, no choice was faster than exact attention there.
+
+        Raises:
+            PlanError: The protocol's entry is malformed.
+        """
         steps = self.protocol.get("decode")
         if steps not in (None, "exact"):
             raise PlanError(f"protocol.decode is {steps!r:.60}, expected 'exact' or no such entry")

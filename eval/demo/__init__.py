@@ -29,7 +29,14 @@ DEMO_MODELS = ("gpt2", "llama", "bert")
 
 
 def demo_model_path(name: str) -> Path:
-    """Directory of a demo model, `gpt2`, `llama` or `bert`, for `from_pretrained`; ValueError for another name."""
+    """Directory of a demo model, for `from_pretrained`.
+
+    Args:
+        name: `gpt2`, `llama` or `bert`.
+
+    Raises:
+        ValueError: There is no demo model of that name.
+    """
     if name not in DEMO_MODELS:
         raise ValueError(unknown("demo model", name, DEMO_MODELS))
     return _data(f"model-{name}")

@@ -72,7 +72,7 @@ def attend_extended(
         # the padding beside the dense mask is for plans only
         call = replace(call, structure=call.structure.with_changes(key_padding=None))
     if out is None:
-        if settings.monitor and bound_layer is not None and not compiling and not instead():
+        if settings.monitor and bound_layer is not None and not compiling and not any(instead()):
             from ..observe.monitoring import watched
 
             bound_layer = watched(module, bound_layer, call.dequantised())

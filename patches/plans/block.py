@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ from .slots import BLOCKS, PLAN, instead, instead_of
 
 MAX_CHECKED_PLANS = 8
 """Plans per model whose checks are remembered, the newest ones: their hooks stay on."""
-_lock = Lock()
+_lock = RLock()  # garbage collected inside may be a generator that ends its block
 
 
 class Blocks:
@@ -37,8 +37,9 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
 
     The block belongs to the thread, or the asyncio task, that opens it: two requests may run one model by two plans at
     once. Blocks nest, the innermost holds, and an exception leaves nothing behind. A generator that yields inside one
-    leaves it open for its caller. All that calls the model is served: `generate`, pipelines, a named backend, every
-    cache. `config.adaattn["monitor"]` rests meanwhile; `explain` and `plan_of` speak of the model's own plan.
+    leaves it open for its caller; a task that starts inside one keeps it. All that calls the model is served:
+    `generate`, pipelines, a named backend, every cache. `config.adaattn["monitor"]` rests meanwhile; `explain` and
+    `plan_of` speak of the model's own plan.
 
     Not served, and refused by name: training mode, whose layers may be computed again behind the block;
     `generate_batch`, which has a thread of its own; and graphs of `torch.compile(fullgraph=True)` that are called while
@@ -59,23 +60,28 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
     if plan is not None:
         bound = _bound(inner, trunk, Plan.from_pretrained(plan), unverified)
         modules |= {**bound.layers, trunk: bound}
+    marked = (trunk, *modules)
     with _lock:
         # compiled graphs see by a mark that a block is open in some thread; the last block removes it
         blocks = trunk.__dict__.get(BLOCKS) or Blocks()
         blocks.open += 1
-        for module in (trunk, *modules):
+        for module in marked:
             module.__dict__[BLOCKS] = blocks
-    instead_of.set((*instead(), modules))
+    opened = instead_of.set((*filter(None, instead()), modules))
     try:
         yield
     finally:
+        # generators may end their blocks in another order
+        rest = tuple(block for block in instead() if block is not modules)
+        try:
+            instead_of.reset(opened)
+        except ValueError:  # from another thread or task, as a collector of garbage may: it is over in all of them
+            modules.clear()
+        instead_of.set(rest)
         with _lock:
             blocks.open -= 1
-            for module in (trunk, *modules) if not blocks.open else ():
+            for module in marked if not blocks.open else ():
                 module.__dict__.pop(BLOCKS, None)
-        # emptied, it is over in every context that it went to; generators may close their blocks in another order
-        modules.clear()
-        instead_of.set(tuple(block for block in instead() if block))
 
 
 def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> BoundPlan:

@@ -30,8 +30,8 @@ def attention_modules(model: nn.Module, model_type: str | None = None) -> Iterat
 
 
 def _attends(module: nn.Module) -> bool:
-    holds_weights = any(True for tensors in (module.parameters(), module.buffers()) for _ in tensors)
-    return holds_weights and hasattr(module, "is_causal") and hasattr(module, "config")
+    tensors = (one for found in (module.parameters, module.buffers) for one in found())
+    return hasattr(module, "is_causal") and hasattr(module, "config") and any(True for _ in tensors)
 
 
 def number_layers(model: nn.Module) -> None:

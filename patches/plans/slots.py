@@ -23,8 +23,9 @@ instead = instead_of.get
 def within(module: nn.Module, own: Any) -> Any:
     """Returns what the innermost block runs in place of `own`, which is the module's plan or part of one."""
     for block in reversed(instead()):
-        if module in block:
-            return block[module]
+        found = block.get(module, block)  # once: another thread may empty it
+        if found is not block:
+            return found
     return own
 
 

@@ -1,7 +1,7 @@
 """What pages say of `docs/results/front_*.json`: the README's tables, its picture, and every arm in docs/figures.md.
 
-The baseline of a figure is the fastest arm of stock in its cell. A cell that lacks an arm of the protocol without a
-reason, rounds, a commit, a machine, a date or its conditions is refused.
+The baseline of a figure is the fastest arm of stock in its cell, and in tables of gains also its best string. A cell
+that lacks an arm of the protocol without a reason, rounds, a commit, a machine, a date or its conditions is refused.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def seconds(cell: Mapping[str, Any], without: str = "\0") -> dict[str, list[floa
 def stock_and_ours(
     cell: Mapping[str, Any], without: str = "\0", left_out: tuple[str, ...] = ()
 ) -> tuple[str, str | None, str | None]:
-    """The fastest arm of stock, ours by the string alone and ours by `prepare`, without plans; None for none."""
+    """The fastest arm of stock, ours by the string alone and by `prepare`; no plans or names that end in `left_out`."""
     names = [name for name in seconds(cell, without) if "plan" not in name and not name.endswith(left_out)]
     own = [name for name in names if name.startswith("adaattn")]
     alone, prepared = (next((name for name in own if ("prepare" in name) is asked), None) for asked in (False, True))
@@ -175,7 +175,7 @@ def gains(cells: Cells, rows: Sequence[Row], guides: str = "docs/guides/") -> st
             best = f"{stock.replace('flash_attention_2', 'flash-attn 2')}{'¹' * waits(cell['arms'][stock])}"
             lines.append((says, best, *(_entry(cell, stock, own) for own in ours)))
             says = "– the same texts"
-    head = (f"{where(cells)}", "Best of stock", "By the string alone", "With `prepare`")
+    head = (f"{where(cells)}", "Stock", "By the string alone", "With `prepare`")
     return "\n".join(table(head, lines)[:-1])
 
 

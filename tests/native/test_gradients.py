@@ -33,6 +33,7 @@ EXTRAS = {
     "softcap": {"softcap": 2.0},
     "sinks": SINKS,
     "bias": {"bias": torch.randn(1, 4, 1, 100, generator=torch.Generator().manual_seed(1))},
+    "one bias": {"bias": torch.randn(1, 4, 1, 1, generator=torch.Generator().manual_seed(1))},
     "all": SINKS | {"softcap": 3.0, "bias": torch.randn(2, 1, 1, 100, generator=torch.Generator().manual_seed(1))},
 }
 

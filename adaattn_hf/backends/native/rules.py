@@ -148,7 +148,10 @@ def find_rules(structure: MaskStructure) -> Rules:
 
 
 def codes_packed(stored: StoredKV, key: Tensor) -> bytes | None:
-    """What turns a cache's codes, `key` are those of its keys, into numbers; None asks for a closer look at them."""
+    """What turns a cache's codes into numbers, packed behind nothing else; None asks for a closer look at it.
+
+    Its keys' codes are `key`, `[batch, num_kv_heads, kv_len, head_dim]`.
+    """
     batch, kv_heads, kv_len, dim = key.shape
     vectors, scales = (batch, kv_heads, dim), (batch, kv_heads, kv_len)
     keys, values = stored.key_scale, stored.value_scale
