@@ -92,7 +92,7 @@ def test_a_command_runs_after_its_options_were_read(interpreter: WarmInterpreter
     assert {"adaattn-hf", "sdpa"} <= {finding["name"] for finding in json.loads(done.stdout)}
     done = interpreter.run(QUICK.format(words=["plan", "show", "no-such-plan"]), tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: no-such-plan"), done.stderr[-2000:]
+    assert done.stderr.startswith("error: plan: no-such-plan"), done.stderr[-2000:]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has no device that is full")
