@@ -86,11 +86,11 @@ def bfloat16() -> str:
 
     It is timed, as instructions say too little: where AVX-512 BF16 is there without AMX, some CPUs gain nothing by it.
     """
-    layers = {}
+    layers, cpu = {}, torch.device("cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        tokens, weight = torch.ones(256, 768, dtype=dtype), torch.ones(3072, 768, dtype=dtype)
+        tokens, weight = (torch.ones(rows, 768, dtype=dtype, device=cpu) for rows in (256, 3072))
         layers[dtype] = partial(torch.nn.functional.linear, tokens, weight)
-    times = in_turn(layers, torch.device("cpu"), ROUNDS).values()
+    times = in_turn(layers, cpu, ROUNDS).values()
     full, half = (statistics.median(one.wall for one in runs) for runs in times)
     if full < WORTH * half:
         return "no faster in linear layers: load encoders in float32"
