@@ -56,8 +56,9 @@ def ending(
     except EvalError as error:
         leave(error)
     except OSError as error:
-        words = kept() if stays is None and kept is not None else stays
-        leave(DataUnavailable(f"{argument}: {of_file(error, default)}{words and f'; {words}'}"))
+        if stays is None:
+            stays = "" if kept is None else kept()
+        leave(DataUnavailable(f"{argument}: {of_file(error, default)}{stays and f'; {stays}'}"))
     except KeyboardInterrupt as error:
         if kept is None:
             raise

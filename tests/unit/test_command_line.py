@@ -278,6 +278,12 @@ def test_an_encoding_that_lacks_a_sign_is_printed_to() -> None:
     assert r"\u2026" in done.stdout
 
 
+def test_a_command_that_keeps_nothing_says_the_file_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), ending(default="out"):
+        raise OSError(28, "No space left on device")
+    assert capsys.readouterr().err == "error: file: out: No space left on device\n"
+
+
 # --- doctor
 
 
