@@ -13,6 +13,7 @@ from ..support.compiled import Graphs
 from ..support.models import (
     LENGTH,
     OfTensors,
+    answers,
     assert_same,
     cacheless,
     fresh_pair,
@@ -59,9 +60,7 @@ def test_four_lengths_take_two_graphs_at_most(family: str, side: str) -> None:
     compiled = torch.compile(ours, backend=graphs, fullgraph=True)
     for length in (11, 9, 13, 21):
         ids, mask = tokens(length=length), padding(side, length=length)
-        with torch.no_grad():
-            actual = main_output(compiled(input_ids=ids, attention_mask=mask, **cacheless(family)))
-            expected = main_output(stock(input_ids=ids, attention_mask=mask, **cacheless(family)))
+        actual, expected = answers(compiled, stock, input_ids=ids, attention_mask=mask, **cacheless(family))
         assert_same(expected, actual, mask)
     assert len(graphs.found) <= 2
 
@@ -90,7 +89,6 @@ def test_training_is_one_graph_forward_and_backward(family: str) -> None:
 
     compiled = torch.compile(ours, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
     mask = padding("left")
-    assert mask is not None
     for model in (stock, compiled):
         output = main_output(model(input_ids=tokens(), attention_mask=mask, **cacheless(family)))[mask.bool()]
         direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2))
@@ -111,11 +109,7 @@ def test_layers_of_two_kinds_are_one_graph(side: str) -> None:
 
 
 def same_compiled(stock: Any, compiled: Any, mask: Any) -> None:
-    with torch.no_grad():
-        answers = (
-            model(input_ids=tokens(), attention_mask=mask, use_cache=False).logits for model in (stock, compiled)
-        )
-        assert_same(*answers, mask)
+    assert_same(*answers(stock, compiled, input_ids=tokens(), attention_mask=mask, use_cache=False), mask)
 
 
 @pytest.mark.slow
@@ -137,7 +131,6 @@ def test_looking_for_packages_does_not_break_the_graph(monkeypatch: pytest.Monke
 def test_export_gives_the_same_numbers(family: str) -> None:
     stock, ours = shallow(family)
     mask = padding("left")
-    assert mask is not None
     with torch.no_grad():
         bound_layer = torch.export.export(OfTensors(family, ours), (tokens(), mask), strict=False)
         assert select.by_name("native").missing() or "native_attend" in str(bound_layer.graph)
