@@ -28,7 +28,7 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, **settings}
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, **settings}
     return model.generate(ids, **given)  # type: ignore[no-any-return]
 
 
@@ -86,11 +86,11 @@ def test_a_cache_with_room_for_more_than_the_plan_speaks_for() -> None:
     plan = attach.plan_of(model)
     assert plan is not None
     attach.load_plan(model, replace(plan, lengths=(204,)), unverified=True)
-    found, graphs = by_graphs(model, long_tokens())
-    assert torch.equal(found, generate(model, long_tokens()))
+    found, graphs = by_graphs(model, long_tokens(), max_new_tokens=8)
+    assert torch.equal(found, generate(model, long_tokens(), max_new_tokens=8))
     assert graphs.called.count(STEP) == model.config.num_hidden_layers
     attach.load_plan(model, plan, unverified=True)
-    assert not torch.equal(found, generate(model, long_tokens())), "the plan's length changes nothing"
+    assert not torch.equal(found, generate(model, long_tokens(), max_new_tokens=8)), "the plan's length changes nothing"
 
 
 def test_what_one_launch_cannot_say_stays_the_plans_own_node() -> None:
