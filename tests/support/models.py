@@ -201,10 +201,8 @@ def answers(*models: Any, **inputs: Any) -> list[Tensor]:
     return [main_output(model(**inputs)) for model in models]
 
 
-@torch.no_grad()
 def logits(model: Any, length: int = LENGTH) -> Tensor:
-    found: Tensor = model(input_ids=tokens(length=length)).logits
-    return found
+    return answers(model, input_ids=tokens(length=length))[0]
 
 
 def main_output(output: Any) -> Tensor:
