@@ -17,21 +17,19 @@ from adaattn_hf.attention.listeners import listening
 from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from ..support.families import LISTED, ROUTED, configured, models
-from ..support.models import Pair, build, main_output, padding, tokens
+from ..support.models import Pair, answers, build, padding, tokens
 from ..support.recorder import Recorder
 
 # older versions of Transformers script functions when they are imported
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
-def outputs(pair: Pair, **inputs: Any) -> tuple[Tensor, Tensor]:
+def outputs(pair: Pair, **inputs: Any) -> list[Tensor]:
     """Of both models; ours must have been asked, and only on the interface's own terms."""
-    with torch.no_grad():
-        expected = main_output(pair.stock(**inputs))
-    with torch.no_grad(), listening(Recorder()) as heard:
-        actual = main_output(pair.ours(**inputs))
+    with listening(Recorder()) as heard:
+        found = answers(*pair, **inputs)
     assert heard.calls, "no attention layer asked for our function"
-    return expected, actual
+    return found
 
 
 def assert_near(expected: Tensor, actual: Tensor, valid: Tensor | None = None, rtol: float = 1e-5) -> None:
@@ -51,7 +49,6 @@ def test_decoder_equals_eager_in_prompt_and_decoding(family: str) -> None:
         mask = padding(side)
         assert_near(*outputs(pair, input_ids=ids, attention_mask=mask), mask)
     left = padding("left")
-    assert left is not None
     steps = []
     for model in pair:
         with torch.no_grad():
@@ -134,9 +131,7 @@ def test_decoder_reads_a_cache_of_ours(family: str, stored: str) -> None:
 def test_a_prepared_model_with_a_cache_of_its_own_makes_that(family: str) -> None:
     pair = models(family, LISTED["decoders"][family], tf.AutoModelForCausalLM)
     prepared = prepare(copy.deepcopy(pair.ours), unpad=False)
-    with torch.no_grad():
-        stock, ours = (model(input_ids=tokens(), use_cache=True).logits for model in (pair.stock, prepared))
-    assert_near(stock, ours)
+    assert_near(*answers(pair.stock, prepared, input_ids=tokens(), use_cache=True))
 
 
 LINEAR = ("minimax",)  # its other layers carry state from one document to the next
@@ -157,10 +152,8 @@ def test_packed_documents_do_not_see_one_another(family: str, borders: str) -> N
     else:
         sums = torch.tensor([0, border, length], dtype=torch.int32)
         inputs |= dict(cu_seq_lens_q=sums, cu_seq_lens_k=sums, max_length_q=length, max_length_k=length)
-    with torch.no_grad():
-        alone = [main_output(pair.stock(input_ids=part)) for part in (ids[:, :border], ids[:, border:])]
-        packed = main_output(pair.ours(**inputs))
-    assert_near(torch.cat(alone, dim=1), packed)
+    alone = [answers(pair.stock, input_ids=part)[0] for part in (ids[:, :border], ids[:, border:])]
+    assert_near(torch.cat(alone, dim=1), *answers(pair.ours, **inputs))
 
 
 @pytest.mark.parametrize(("kind", "family"), [(kind, one) for kind in ("encoders", "sparse") for one in LISTED[kind]])
@@ -271,7 +264,6 @@ def test_rows_of_padding_stay_out_of_the_way_of_gemma3n() -> None:
     )  # fmt: skip
     model = tf.Gemma3nForCausalLM._from_config(config, attn_implementation="adaattn").train()
     ids, mask = tokens(), padding("right")
-    assert mask is not None
     ids = ids * mask  # the embedding of the padding token is zero
     model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]

@@ -187,13 +187,6 @@ def test_processes_do_not_each_take_all_devices(model: Path, run: Run, monkeypat
     run(model, "--device", "auto", code=2, says="device: got 'auto' in 2 processes, expected it in one")
 
 
-def test_a_budget_that_cannot_be_met_has_a_code_and_a_sentence(model: Path, run: Run) -> None:
-    says = ("the budget of +1.0e-7 % cannot be met", "the plan is exact")
-    done = run(model, "--budget", "1e-9", code=BUDGET_NOT_MET, says=says)
-    assert "load_plan" not in done.output
-    assert json.loads((model / "adaattn_plan.json").read_text())["layers"] == []
-
-
 def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
@@ -507,8 +500,10 @@ def test_the_checkpoint_keeps_the_dtype_that_it_states(model: Path, run: Run) ->
     assert json.loads((model / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_report_is_json_where_a_number_is_not_finite(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that does not grow with the KL affords any KL, and a single cluster has no bound."""
+def test_a_budget_that_cannot_be_met_has_a_code_a_sentence_and_a_report_of_json(
+    model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers may not be finite: a loss that does not grow with the KL affords any; one cluster has no bound."""
     made = calibration.decided
 
     def calibrated(*arguments: Any, **options: Any) -> Any:
@@ -517,7 +512,10 @@ def test_a_report_is_json_where_a_number_is_not_finite(model: Path, run: Run, mo
         return result
 
     monkeypatch.setattr(calibration, "decided", calibrated)
-    run(model, "--budget", "1e-9", code=BUDGET_NOT_MET)
+    says = ("the budget of +1.0e-7 % cannot be met", "the plan is exact")
+    done = run(model, "--budget", "1e-9", code=BUDGET_NOT_MET, says=says)
+    assert "load_plan" not in done.output
+    assert json.loads((model / "adaattn_plan.json").read_text())["layers"] == []
     text = (model / "adaattn_report.json").read_text()
     report = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert report["history"][-1] == {"afforded": [None], "verified": {"upper": None, "tries": 1}}

@@ -13,6 +13,7 @@ from ..support.compiled import Graphs
 from ..support.models import (
     LENGTH,
     OfTensors,
+    answers,
     assert_same,
     cacheless,
     fresh_pair,
@@ -29,41 +30,36 @@ pytestmark = needs_tracing
 FAMILIES = ("gpt2", "llama", "bert")
 
 
-def of_area(graphs: Graphs, length: int) -> list[Any]:
+def of_area(graph: Any, length: int) -> list[Any]:
     """Nodes with a value of `length` rows and columns."""
-    shapes = [(node, getattr(node.meta.get("example_value"), "shape", ())) for node in graphs.nodes]
+    shapes = [(node, getattr(node.meta.get("example_value"), "shape", ())) for node in graph.graph.nodes]
     assert any(shape for _, shape in shapes)
     return [node for node, shape in shapes if tuple(shape[-2:]) == (length, length)]
 
 
-@pytest.mark.parametrize(
-    ("family", "implementation"), [("llama", "adaattn"), ("bert", "adaattn"), ("llama", "adaattn_sdpa")]
-)
-def test_a_plain_batch_is_traced_without_a_mask(family: str, implementation: str) -> None:
-    """So is a padded one where the native kernels, which read padding, serve it."""
-    ours = shallow(family, implementation).ours
-    masked = implementation == "adaattn_sdpa" or bool(select.by_name("native").missing())
-    for side, expected in (("none", False), ("left", masked)):
-        torch._dynamo.reset()
-        graphs = Graphs()
-        with torch.no_grad():
-            torch.compile(ours, backend=graphs, fullgraph=True)(input_ids=tokens(), attention_mask=padding(side))
-        # a mask is the only thing as long as the sequence both ways: scores stay inside of the kernels
-        assert bool(of_area(graphs, LENGTH)) == expected
+LENGTHS = (LENGTH, 9, 13, 21)
 
 
-@pytest.mark.parametrize(("family", "side"), [("llama", "none"), *((family, "left") for family in FAMILIES)])
-def test_four_lengths_take_two_graphs_at_most(family: str, side: str) -> None:
-    stock, ours = shallow(family)
+@pytest.mark.parametrize(("family", "implementation", "side", "lengths"), [
+    ("llama", "adaattn", "none", LENGTHS), *((family, "adaattn", "left", LENGTHS) for family in FAMILIES),
+    ("bert", "adaattn", "none", LENGTHS[:1]), ("llama", "adaattn_sdpa", "none", LENGTHS[:1]),
+    ("llama", "adaattn_sdpa", "left", LENGTHS[:1]),
+])  # fmt: skip
+def test_four_lengths_take_two_graphs_at_most_and_a_plain_batch_no_mask(
+    family: str, implementation: str, side: str, lengths: tuple[int, ...]
+) -> None:
+    """Nor does a padded one where the native kernels, which read padding, serve it; without padding a cache is made."""
+    stock, ours = shallow(family, implementation)
     graphs = Graphs()
-    compiled = torch.compile(ours, backend=graphs, fullgraph=True)
-    for length in (11, 9, 13, 21):
+    compiled, more = torch.compile(ours, backend=graphs, fullgraph=True), {} if side == "none" else cacheless(family)
+    for length in lengths:
         ids, mask = tokens(length=length), padding(side, length=length)
-        with torch.no_grad():
-            actual = main_output(compiled(input_ids=ids, attention_mask=mask, **cacheless(family)))
-            expected = main_output(stock(input_ids=ids, attention_mask=mask, **cacheless(family)))
+        actual, expected = answers(compiled, stock, input_ids=ids, attention_mask=mask, **more)
         assert_same(expected, actual, mask)
     assert len(graphs.found) <= 2
+    masked = side == "left" and (implementation == "adaattn_sdpa" or bool(select.by_name("native").missing()))
+    # a mask is the only thing as long as the sequence both ways: scores stay inside of the kernels
+    assert bool(of_area(graphs.found[0], LENGTH)) == masked
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -90,7 +86,6 @@ def test_training_is_one_graph_forward_and_backward(family: str) -> None:
 
     compiled = torch.compile(ours, backend=aot_autograd(fw_compiler=counted), fullgraph=True)
     mask = padding("left")
-    assert mask is not None
     for model in (stock, compiled):
         output = main_output(model(input_ids=tokens(), attention_mask=mask, **cacheless(family)))[mask.bool()]
         direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2))
@@ -111,11 +106,7 @@ def test_layers_of_two_kinds_are_one_graph(side: str) -> None:
 
 
 def same_compiled(stock: Any, compiled: Any, mask: Any) -> None:
-    with torch.no_grad():
-        answers = (
-            model(input_ids=tokens(), attention_mask=mask, use_cache=False).logits for model in (stock, compiled)
-        )
-        assert_same(*answers, mask)
+    assert_same(*answers(stock, compiled, input_ids=tokens(), attention_mask=mask, use_cache=False), mask)
 
 
 @pytest.mark.slow
@@ -137,12 +128,10 @@ def test_looking_for_packages_does_not_break_the_graph(monkeypatch: pytest.Monke
 def test_export_gives_the_same_numbers(family: str) -> None:
     stock, ours = shallow(family)
     mask = padding("left")
-    assert mask is not None
     with torch.no_grad():
         bound_layer = torch.export.export(OfTensors(family, ours), (tokens(), mask), strict=False)
         assert select.by_name("native").missing() or "native_attend" in str(bound_layer.graph)
         for given in (mask, padding("right")):
-            assert given is not None
             ids = tokens(seed=4)
             expected = main_output(stock(input_ids=ids, attention_mask=given, **cacheless(family)))
             assert_same(expected, bound_layer.module()(ids, given), given)

@@ -18,9 +18,9 @@ from ..support.models import (
     ENCODER_DECODERS,
     ENCODERS,
     HIDDEN,
+    answers,
     assert_same,
     fresh_pair,
-    main_output,
     padding,
     pair,
     tokens,
@@ -36,10 +36,8 @@ FORCED = ("adaattn_sdpa", "adaattn_eager", "adaattn_native")
 def test_forward_equals_eager(name: str, side: str) -> None:
     """To 2e-6 of the largest logit in fp32; those of stock sdpa are up to 5e-7 away."""
     stock, ours = pair(name)
-    ids, mask = tokens(), padding(side)
-    with torch.no_grad():
-        expected = main_output(stock(input_ids=ids, attention_mask=mask))
-        actual = main_output(ours(input_ids=ids, attention_mask=mask))
+    mask = padding(side)
+    expected, actual = answers(stock, ours, input_ids=tokens(), attention_mask=mask)
     assert_same(expected, actual, mask, rtol=2e-6)
 
 
@@ -53,30 +51,22 @@ def test_rows_of_padding_are_those_of_stock_sdpa(name: str, side: str, implement
         pytest.skip("; ".join(lacking.missing()))
     stock, ours = fresh_pair(name, implementation)
     stock.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        expected, actual = (main_output(m(input_ids=tokens(), attention_mask=padding(side))) for m in (stock, ours))
+    expected, actual = answers(stock, ours, input_ids=tokens(), attention_mask=padding(side))
     assert_same(expected, actual)
-
-
-def cross_attention_inputs() -> dict[str, Any]:
-    encoder_mask = torch.ones(3, 5, dtype=torch.long)
-    encoder_mask[1, 3:] = 0
-    encoder_mask[2, :] = 0  # an example without any encoder token: its rows see nothing
-    states = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(3))
-    return dict(
-        input_ids=tokens(), attention_mask=padding("left"), encoder_hidden_states=states,
-        encoder_attention_mask=encoder_mask,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-decoder"])
 def test_cross_attention_equals_eager(name: str) -> None:
     stock, ours = fresh_pair(name, add_cross_attention=True)
-    inputs = cross_attention_inputs()
-    with torch.no_grad():
-        expected, actual = stock(**inputs).logits, ours(**inputs).logits
+    encoder_mask = torch.ones(3, 5, dtype=torch.long)
+    encoder_mask[1, 3:] = 0
+    encoder_mask[2, :] = 0  # an example without any encoder token: its rows see nothing
+    states = torch.randn(3, 5, HIDDEN, generator=torch.Generator().manual_seed(3))
+    told = {"encoder_hidden_states": states, "encoder_attention_mask": encoder_mask}
+    mask = padding("left")
+    expected, actual = answers(stock, ours, input_ids=tokens(), attention_mask=mask, **told)
     # eager spreads a row that sees nothing evenly over padding; ours gives zeros, so that example is not compared
-    assert_same(expected[:2], actual[:2], inputs["attention_mask"][:2])
+    assert_same(expected[:2], actual[:2], mask[:2])
     assert torch.isfinite(actual).all()
 
 
@@ -84,7 +74,6 @@ def test_cross_attention_equals_eager(name: str) -> None:
 @pytest.mark.parametrize("kind", ["bool", "float", "float per head"])
 def test_four_dimensional_mask_equals_eager(name: str, kind: str) -> None:
     stock, ours = pair(name)
-    ids = tokens()
     keep = torch.ones(11, 11, dtype=torch.bool)
     if name != "bert":
         keep = keep.tril()
@@ -92,9 +81,8 @@ def test_four_dimensional_mask_equals_eager(name: str, kind: str) -> None:
     drawn = torch.rand(3, heads, 11, 11, generator=torch.Generator().manual_seed(5)) > 0.3
     keep = keep & drawn | torch.eye(11, dtype=torch.bool)
     added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
-    with torch.no_grad():
-        expected = main_output(stock(input_ids=ids, attention_mask=added))
-        actual = main_output(ours(input_ids=ids, attention_mask=keep if kind == "bool" else added))
+    (expected,) = answers(stock, input_ids=tokens(), attention_mask=added)
+    (actual,) = answers(ours, input_ids=tokens(), attention_mask=keep if kind == "bool" else added)
     assert_same(expected, actual)
 
 
@@ -103,9 +91,8 @@ def test_causality_can_be_switched_off_per_call(name: str) -> None:
     stock, ours = pair(name)
     for mask in (None, padding("left")):
         inputs = dict(input_ids=tokens(), attention_mask=mask, is_causal=False, use_cache=False)
-        with torch.no_grad():
-            expected, actual = stock(**inputs).logits, ours(**inputs).logits
-            causal = ours(input_ids=tokens(), attention_mask=mask, use_cache=False).logits
+        expected, actual = answers(stock, ours, **inputs)
+        (causal,) = answers(ours, input_ids=tokens(), attention_mask=mask, use_cache=False)
         assert_same(expected, actual, mask)
         assert float((actual - causal).abs().max()) > 1e-2
 
@@ -114,16 +101,12 @@ def test_causality_can_be_switched_off_per_call(name: str) -> None:
 def test_bfloat16_and_autocast_stay_near_fp32(name: str) -> None:
     """Both within twice the distance that stock eager attention has from fp32 in the same precision."""
     stock, ours = fresh_pair(name)
-    ids, mask = tokens(), padding("left")
-    assert mask is not None
-    with torch.no_grad():
-        exact = main_output(stock(input_ids=ids, attention_mask=mask))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            stock_cast = main_output(stock(input_ids=ids, attention_mask=mask))
-            ours_cast = main_output(ours(input_ids=ids, attention_mask=mask))
-        half_stock, half_ours = stock.to(torch.bfloat16), ours.to(torch.bfloat16)
-        stock_half = main_output(half_stock(input_ids=ids, attention_mask=mask))
-        ours_half = main_output(half_ours(input_ids=ids, attention_mask=mask))
+    mask = padding("left")
+    inputs = {"input_ids": tokens(), "attention_mask": mask}
+    (exact,) = answers(stock, **inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock_cast, ours_cast = answers(stock, ours, **inputs)
+    stock_half, ours_half = answers(stock.to(torch.bfloat16), ours.to(torch.bfloat16), **inputs)
     assert ours_cast.dtype == stock_cast.dtype
     assert ours_half.dtype == torch.bfloat16
     for theirs, mine in ((stock_cast, ours_cast), (stock_half, ours_half)):
@@ -136,9 +119,9 @@ def test_bfloat16_and_autocast_stay_near_fp32(name: str) -> None:
 @pytest.mark.parametrize("name", ["adaattn", "adaattn_eager", "adaattn_sdpa"])
 def test_autocast_leaves_fp64_alone(name: str) -> None:
     stock, ours = (model.double() for model in fresh_pair("llama", name))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        right = stock(input_ids=tokens()).logits
-        torch.testing.assert_close(ours(input_ids=tokens()).logits, right, atol=1e-5, rtol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        right, found = answers(stock, ours, input_ids=tokens())
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=0)
     assert right.dtype == torch.float64
 
 
@@ -169,16 +152,10 @@ def test_the_comparison_notices_a_forgotten_mask(name: str) -> None:
     """The tests above can fail: an implementation that ignores padding passes without padding alone."""
     with registered("forgetful", ignores_padding):
         stock, wrong = fresh_pair(name, "forgetful")
-        ids = tokens()
-        with torch.no_grad():
-            assert_same(main_output(stock(input_ids=ids)), main_output(wrong(input_ids=ids)))
-            mask = padding("left")
-            with pytest.raises(AssertionError, match="largest difference"):
-                assert_same(
-                    main_output(stock(input_ids=ids, attention_mask=mask)),
-                    main_output(wrong(input_ids=ids, attention_mask=mask)),
-                    mask,
-                )
+        mask = padding("left")
+        assert_same(*answers(stock, wrong, input_ids=tokens()))
+        with pytest.raises(AssertionError, match="largest difference"):
+            assert_same(*answers(stock, wrong, input_ids=tokens(), attention_mask=mask), mask)
 
 
 def test_upcast_attention_of_gpt2_is_computed_in_fp32() -> None:
@@ -231,7 +208,6 @@ def test_weights_equal_eager(name: str, side: str) -> None:
 def test_weights_of_a_cached_step_equal_eager(name: str) -> None:
     stock, ours = pair(name)
     ids, mask = tokens(), padding("left")
-    assert mask is not None
     settings = dict(attention_mask=mask, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     with torch.no_grad():
         expected = stock.generate(ids, **settings, output_attentions=True)

@@ -34,7 +34,6 @@ def inputs_of(cls: type[tf.PreTrainedModel]) -> dict[str, Any]:
     name = cls.__name__
     # on the right: heads of BERT read the first token, and on the left a loss counts what the last of padding says
     ids, mask = tokens(), padding("right")
-    assert mask is not None
     ids = ids.masked_fill(mask == 0, 0)
     if "MultipleChoice" in name or "DoubleHeads" in name:
         # a second choice for every example: another example's first one

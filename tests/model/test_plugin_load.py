@@ -15,7 +15,7 @@ from adaattn_hf.attention.listeners import listening
 from adaattn_hf.backends import select
 from adaattn_hf.backends.select import BACKENDS
 
-from ..support.models import assert_same, config_of, fresh_pair, logits, main_output, padding, tokens
+from ..support.models import answers, assert_same, config_of, fresh_pair, logits, padding, tokens
 from ..support.names import registered
 from ..support.recorder import Recorder
 
@@ -30,23 +30,20 @@ def test_from_pretrained_and_from_config_take_the_name(name: str, tmp_path: Path
     loaded = AUTO[name].from_pretrained(tmp_path, attn_implementation="adaattn")
     stock = AUTO[name].from_pretrained(tmp_path, attn_implementation="eager")
     assert loaded.config._attn_implementation == made.config._attn_implementation == "adaattn"
-    ids, mask = tokens(), padding("left")
-    with torch.no_grad():
-        expected = stock(input_ids=ids, attention_mask=mask).logits
-        assert_same(expected, loaded(input_ids=ids, attention_mask=mask).logits, mask)
-        assert_same(expected, made(input_ids=ids, attention_mask=mask).logits, mask)
+    mask = padding("left")
+    expected, *found = answers(stock, loaded, made, input_ids=tokens(), attention_mask=mask)
+    for actual in found:
+        assert_same(expected, actual, mask)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_switching_at_run_time_and_back(name: str) -> None:
     stock, ours = fresh_pair(name)
-    ids, mask = tokens(), padding("left")
-    with torch.no_grad():
-        expected = main_output(stock(input_ids=ids, attention_mask=mask))
-        for implementation in ("sdpa", "adaattn_eager", "eager", "adaattn"):
-            ours.set_attn_implementation(implementation)
-            assert ours.config._attn_implementation == implementation
-            assert_same(expected, main_output(ours(input_ids=ids, attention_mask=mask)), mask)
+    mask = padding("left")
+    for implementation in ("sdpa", "adaattn_eager", "eager", "adaattn"):
+        ours.set_attn_implementation(implementation)
+        assert ours.config._attn_implementation == implementation
+        assert_same(*answers(stock, ours, input_ids=tokens(), attention_mask=mask), mask)
 
 
 def composite() -> tf.LlavaConfig:
@@ -66,7 +63,6 @@ def composite_inputs() -> dict[str, torch.Tensor]:
     ids[:, 2:6] = 70  # four patches of one image
     images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(4))
     mask = padding("left", batch=2, length=10)
-    assert mask is not None
     mask[0, :2], mask[0, 2:] = 0, 1
     return dict(input_ids=ids, pixel_values=images, attention_mask=mask)
 
@@ -89,8 +85,7 @@ def test_a_composite_model_takes_a_name_for_each_tower(implementation: str | dic
     for tower, name in towers.items():
         assert getattr(ours.config, tower)._attn_implementation == name
     inputs = composite_inputs()
-    with torch.no_grad():
-        assert_same(stock(**inputs).logits, ours(**inputs).logits, inputs["attention_mask"])
+    assert_same(*answers(stock, ours, **inputs), inputs["attention_mask"])
 
 
 def test_settings_are_saved_and_come_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.patches.prepare import prepare
 
 from ..support.families import LISTED, models, sharing
-from ..support.models import Pair, assert_same, main_output, pair, tokens
+from ..support.models import Pair, answers, assert_same, pair, tokens
 from ..support.operators import Largest
 from ..support.versions import needs_tracing
 
@@ -28,14 +28,11 @@ def borders() -> dict[str, Any]:
 
 
 def one_by_one(model: Any, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        first, second = model(input_ids=ids[:, :BORDER]), model(input_ids=ids[:, BORDER:])
-    return torch.cat([main_output(first), main_output(second)], dim=1)
+    return torch.cat([answers(model, input_ids=part)[0] for part in (ids[:, :BORDER], ids[:, BORDER:])], dim=1)
 
 
 def kept_apart(pair: Pair, ids: Tensor, **said: Any) -> None:
-    with torch.no_grad():
-        packed = main_output(pair.ours(input_ids=ids, **said))
+    (packed,) = answers(pair.ours, input_ids=ids, **said)
     assert_same(one_by_one(pair.stock, ids), packed, rtol=2e-6)
 
 
@@ -88,9 +85,8 @@ def test_rows_of_a_batch_have_borders_of_their_own() -> None:
     stock, ours = family("gpt_oss")
     ids = tokens(batch=2)
     positions = torch.cat([POSITIONS, torch.arange(11)[None]])
-    with torch.no_grad():
-        packed = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
-        assert_same(stock(input_ids=ids[1:]).logits, packed[1:])
+    (packed,) = answers(ours, input_ids=ids, position_ids=positions, use_cache=False)
+    assert_same(*answers(stock, input_ids=ids[1:]), packed[1:])
     assert_same(one_by_one(stock, ids[:1]), packed[:1])
 
 
@@ -132,8 +128,7 @@ def chunked_documents(masked: bool) -> tuple[Pair, Tensor, dict[str, Any], Tenso
     told: dict[str, Any] = dict(cu_seq_lens_q=sums, cu_seq_lens_k=sums, max_length_q=8, max_length_k=8)
     told |= dict(position_ids=torch.cat([torch.arange(3), torch.arange(8)])[None], use_cache=False)
     told |= {"attention_mask": torch.ones_like(ids)} if masked else {}
-    with torch.no_grad():
-        alone = [both.stock(input_ids=part).logits for part in (ids[:, :3], ids[:, 3:])]
+    alone = [answers(both.stock, input_ids=part)[0] for part in (ids[:, :3], ids[:, 3:])]
     return both, ids, told, torch.cat(alone, 1)
 
 
@@ -159,12 +154,11 @@ def test_chunks_count_from_their_document_in_a_compiled_graph_or_are_refused(nam
         ours.set_attn_implementation(name)
         torch._dynamo.reset()
         compiled = torch.compile(ours, backend="eager", fullgraph=True)
-        with torch.no_grad():
-            if masked:
-                with pytest.raises(Exception, match="cu_seq_lens_q: got packed documents beside an attention_mask"):
-                    compiled(input_ids=ids, **told)
-            else:
-                assert_same(expected, compiled(input_ids=ids, **told).logits)
+        if masked:
+            with pytest.raises(Exception, match="cu_seq_lens_q: got packed documents beside an attention_mask"):
+                answers(compiled, input_ids=ids, **told)
+        else:
+            assert_same(expected, *answers(compiled, input_ids=ids, **told))
         ours.set_attn_implementation("adaattn")
 
 
@@ -230,9 +224,9 @@ def test_documents_where_shared_keys_leave_the_last_queries_alone(name: str, com
     stock, ours = sharing(name)
     ids, expected = tokens(batch=1), one_by_one(stock, tokens(batch=1))
     run = torch.compile(ours, backend="eager", fullgraph=True, dynamic=False) if compiled else ours
+    given = dict(input_ids=ids, position_ids=POSITIONS, use_cache=False, **borders())
     for keep in (0, 1, 3, 9, torch.tensor([2, 10]))[3 * compiled :]:  # each number is a graph of its own
-        with torch.no_grad():
-            found = run(input_ids=ids, position_ids=POSITIONS, **borders(), use_cache=False, logits_to_keep=keep).logits
+        (found,) = answers(run, **given, logits_to_keep=keep)
         assert_same(expected[:, -keep:] if isinstance(keep, int) else expected[:, keep], found)
     if not compiled:
         mask = torch.ones(2, 11, dtype=torch.long)

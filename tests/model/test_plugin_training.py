@@ -33,7 +33,6 @@ def gradients(model: Any, name: str, checkpointing: str = "off", seed: int = 3) 
     if checkpointing == "reentrant":
         model.enable_input_require_grads()
     mask = padding("left")
-    assert mask is not None
     torch.manual_seed(seed)
     output = main_output(model(input_ids=tokens(), attention_mask=mask, **cacheless(name)))[mask.bool()]
     direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(2))

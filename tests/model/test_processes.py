@@ -7,13 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ..support.models import fresh_pair, tokens
+from ..support.models import answers, fresh_pair, tokens
 
 
 def logits(model: torch.nn.Module, length: int) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(input_ids=tokens(batch=2, length=length)).logits
-    return found
+    return answers(model, input_ids=tokens(batch=2, length=length))[0]
 
 
 def test_threads_share_a_model() -> None:

@@ -82,7 +82,6 @@ def test_bf16_stays_as_near_to_eager_as_stock_sdpa(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_autocast_gives_gradients_like_stock(family: str, dtype: torch.dtype) -> None:
     ids, mask = tokens(), padding("right")
-    assert mask is not None
     found: dict[str, dict[str, Tensor]] = {}
     for name in ("eager", "sdpa", "adaattn"):
         model = model_of(family, name).eval()
@@ -216,7 +215,6 @@ def test_lora_adapters_train_like_under_eager(prepared: bool) -> None:
         if prepared and model is ours:
             adaattn_hf.prepare(adapted)
         ids, mask = tokens(), padding("right")
-        assert mask is not None
         # what rows of padding compute differs between implementations, and nothing may be learnt from it
         adapted(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
         grads.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
@@ -261,7 +259,6 @@ def test_wide_weights_train_without_a_nan() -> None:
                 if "q_proj" in name or "k_proj" in name:
                     parameter.mul_(30)
         ids, mask = tokens(), padding("left")
-        assert mask is not None
         ours(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
         for name, parameter in ours.named_parameters():
             assert parameter.grad is not None

@@ -24,6 +24,7 @@ from ..support.models import (
     LLAMA_HEADS,
     VOCABULARY,
     Pair,
+    answers,
     assert_same,
     build,
     checkpointed,
@@ -147,9 +148,7 @@ def test_other_inputs_are_packed_with_the_tokens(name: str) -> None:
     if name in ("bert", "gpt2"):
         variants.append({"input_ids": ids, "token_type_ids": tokens(seed=4) % 2})
     for inputs in variants:
-        with torch.no_grad():
-            expected = main_output(stock(attention_mask=mask, **inputs))
-            actual = main_output(ours(attention_mask=mask, **inputs))
+        expected, actual = answers(stock, ours, attention_mask=mask, **inputs)
         assert_same(expected, actual, mask)
     assert adaattn_hf.unpad_calls(ours) == {UNPADDED: len(variants)}
 
@@ -184,8 +183,7 @@ def test_a_row_of_nothing_but_padding_is_zero_and_disturbs_nobody() -> None:
     stock, ours = made("llama")
     mask = padding("right")
     mask[1] = 0
-    with torch.no_grad():
-        expected, actual = (m(tokens(), attention_mask=mask).logits for m in (stock, ours))
+    expected, actual = answers(stock, ours, input_ids=tokens(), attention_mask=mask)
     assert_same(expected, actual, mask)
     assert actual[1].abs().max() == 0
     assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
@@ -241,8 +239,7 @@ def test_labels_at_padding_have_the_loss_of_the_padded_form(name: str) -> None:
     stock, ours = build(cls, config_of(name))
     adaattn_hf.prepare(ours)
     mask = padding("right")
-    losses = [m(tokens(), attention_mask=mask, labels=tokens(seed=9)).loss.detach() for m in (stock, ours)]
-    assert_same(*losses)
+    assert_same(*(m(tokens(), attention_mask=mask, labels=tokens(seed=9)).loss.detach() for m in (stock, ours)))
     assert adaattn_hf.unpad_calls(ours) == {"a label is scored at a padding position": 1}
 
 
@@ -251,8 +248,7 @@ def test_the_page_of_surprises_says_how_many_answers_at_padding_change() -> None
     stock, ours = build(tf.BertForQuestionAnswering, config_of("bert"))
     adaattn_hf.prepare(ours)
     ids, mask = tokens(batch=100), torch.arange(LENGTH) < torch.arange(100)[:, None] % (LENGTH - 4) + 5
-    with torch.no_grad():
-        expected, found = (m(ids, attention_mask=mask.long()).start_logits for m in (stock, ours))
+    expected, found = answers(stock, ours, input_ids=ids, attention_mask=mask.long())
     assert_same(expected, found, mask)
     assert torch.equal(found[~mask], ours.qa_outputs.bias[0].expand_as(found[~mask]))
     changed = int((expected.argmax(1) != found.argmax(1)).sum())
@@ -355,13 +351,11 @@ def test_no_cache_comes_out_where_none_was_asked_for() -> None:
 def test_few_logits_are_kept_from_the_padded_form() -> None:
     stock, ours = made("llama")
     mask = padding("left")
-    with torch.no_grad():
-        expected, actual = (m(tokens(), attention_mask=mask, logits_to_keep=2).logits for m in (stock, ours))
+    expected, actual = answers(stock, ours, input_ids=tokens(), attention_mask=mask, logits_to_keep=2)
     assert actual.shape == (BATCH, 2, VOCABULARY)
     assert_same(expected, actual)
     assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
-    with torch.no_grad():
-        expected, actual = (m(tokens(), attention_mask=mask.flip(1), logits_to_keep=1).logits for m in (stock, ours))
+    expected, actual = answers(stock, ours, input_ids=tokens(), attention_mask=mask.flip(1), logits_to_keep=1)
     assert_same(expected, actual)
     assert adaattn_hf.unpad_calls(ours)["all logits to keep of a row are at padding"] == 1
 
@@ -371,7 +365,6 @@ def test_few_logits_are_kept_from_the_padded_form() -> None:
 def test_heads_that_pool_at_hidden_places_read_what_an_unprepared_model_has_there(family: str, side: str) -> None:
     """Transformers pools where the last id is not that of padding, or at the end of embeddings; Electra may average."""
     mask, encoder = padding(side), family == "electra"
-    assert mask is not None
     auto = AutoModelForMultipleChoice if encoder else AutoModelForSequenceClassification
     changes: dict[str, Any] = {"pad_token_id": 0, "num_labels": 3, **({"summary_type": "mean"} if encoder else {})}
     stock, ours = models(family, changes, auto)
@@ -396,8 +389,6 @@ def test_a_compiled_model_stands_aside_without_breaking_the_graph(name: str) -> 
     stock, ours = made(name)
     mask = padding("right")
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        expected = main_output(stock(tokens(), attention_mask=mask, use_cache=False))
-        actual = main_output(compiled(tokens(), attention_mask=mask, use_cache=False))
+    expected, actual = answers(stock, compiled, input_ids=tokens(), attention_mask=mask, use_cache=False)
     assert_same(expected, actual, mask)
     assert adaattn_hf.unpad_calls(ours) == {}

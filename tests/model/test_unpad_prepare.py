@@ -90,7 +90,6 @@ def test_what_mixes_rows_attends_across_or_has_several_towers_is_refused(
 def test_keys_that_are_chosen_over_all_rows_keep_their_padding() -> None:
     pair = models("doge", {"keep_window_size": 20}, tf.AutoModelForCausalLM)
     ids, mask = tokens(length=30), padding("left", length=30)
-    assert mask is not None
     adaattn_hf.prepare(pair.ours)
     with torch.no_grad():
         stock, ours = (model(input_ids=ids, attention_mask=mask).logits for model in pair)

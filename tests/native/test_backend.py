@@ -5,6 +5,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from adaattn_hf.backends.native.backend import NativeBackend
 from adaattn_hf.backends.native.library import missing
 from adaattn_hf.backends.native.rules import find_rules
 
-from ..support.calls import attended
+from ..support.calls import attended, call_over
 from ..support.head_rules import rules
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
@@ -44,12 +45,8 @@ STRUCTURES = {
 }
 
 
-def call(structure: MaskStructure, dtype: torch.dtype = torch.float32, **extra: object) -> AttentionCall:
-    torch.manual_seed(7)
-    query = torch.randn(2, structure.q_len, 4, 24, dtype=dtype).transpose(1, 2)
-    key = torch.randn(2, structure.kv_len, 2, 24, dtype=dtype).transpose(1, 2)
-    value = torch.randn(2, structure.kv_len, 2, 24, dtype=dtype).transpose(1, 2)
-    return AttentionCall(query, key, value, structure, 0.2, need_lse=True, **extra)  # type: ignore[arg-type]
+def call(structure: MaskStructure, dtype: torch.dtype = torch.float32, **extra: Any) -> AttentionCall:
+    return call_over(structure, 24, dtype=dtype, scaling=0.2, need_lse=True, **extra)
 
 
 def test_windows_of_heads_hold_beside_a_mask_of_each_head() -> None:

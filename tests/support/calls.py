@@ -125,6 +125,17 @@ def attended(backend: str | Backend, call: AttentionCall) -> AttentionResult:
     return serves.kernel(kind, call.per_head)(call)
 
 
+def call_over(
+    structure: MaskStructure, dim: int, heads: int = 4, dtype: torch.dtype = torch.float32, scaling: float = 0.3,
+    **more: Any,
+) -> AttentionCall:  # fmt: skip
+    """A call of a structure over drawn tensors of two key/value heads, which lie behind tokens as models leave them."""
+    shapes = (structure.q_len, heads), (structure.kv_len, 2), (structure.kv_len, 2)
+    drawn = (torch.randn(structure.batch, *shape, dim, generator=generator(at)) for at, shape in enumerate(shapes))
+    query, key, value = (tensor.to(dtype).transpose(1, 2) for tensor in drawn)
+    return AttentionCall(query, key, value, structure, scaling, **more)
+
+
 def kind_with(*bits: int, device: str = "cpu", shape: str = "full", groups: int = 1, **changes: Any) -> CallKind:
     """The kind of a small float32 call with these features."""
     x = torch.zeros(1, 2, 3, 4)

@@ -184,7 +184,8 @@ def tokens(batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor | None:
+def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Any:
+    """A mask `[batch, length]` whose first two rows have padding there; None for the side `none`."""
     if side == "none":
         return None
     mask = torch.ones(batch, length, dtype=torch.long)
@@ -195,9 +196,13 @@ def padding(side: str, batch: int = BATCH, length: int = LENGTH) -> Tensor | Non
 
 
 @torch.no_grad()
+def answers(*models: Any, **inputs: Any) -> list[Tensor]:
+    """The main output of each model for the same inputs."""
+    return [main_output(model(**inputs)) for model in models]
+
+
 def logits(model: Any, length: int = LENGTH) -> Tensor:
-    found: Tensor = model(input_ids=tokens(length=length)).logits
-    return found
+    return answers(model, input_ids=tokens(length=length))[0]
 
 
 def main_output(output: Any) -> Tensor:

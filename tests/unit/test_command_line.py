@@ -198,6 +198,7 @@ def test_a_signal_in_a_finalizer_counts(kind: signal.Signals, how: str, monkeypa
     assert time.monotonic() - times[0] < 30, "no sleep is waited for"
 
 
+@pytest.mark.usefixtures("untimed")
 def test_a_bar_of_another_library_is_drawn_in_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     adaattn("doctor", code=(0, 1))
@@ -287,6 +288,12 @@ def test_a_command_that_keeps_nothing_says_the_file_and_no_more(capsys: pytest.C
 # --- doctor
 
 
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`doctor` knows at once what another dtype would gain."""
+    monkeypatch.setattr(doctor, "in_turn", lambda *_: {1: [Elapsed(1.0, 0.0)], 2: [Elapsed(1.0, 0.0)]})
+
+
 def findings() -> tuple[int, dict[str, dict[str, str]]]:
     result = adaattn("doctor", "--json", code=(0, 1))
     return result.exit_code, {finding["name"]: finding for finding in json.loads(result.output)}
@@ -302,6 +309,7 @@ def test_doctor_tells_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
         assert findings()[1]["bfloat16"]["state"].startswith(words)
 
 
+@pytest.mark.usefixtures("untimed")
 def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "torch" else "9999")
     monkeypatch.setattr(doctor, "library", lambda: None)
@@ -314,12 +322,14 @@ def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPa
     adaattn("doctor", code=1, says=("missing torch: pip install 'torch", "native kernels: not built; apt install g++"))
 
 
+@pytest.mark.usefixtures("untimed")
 def test_doctor_names_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "distribution", Mock(side_effect=importlib.metadata.PackageNotFoundError))
     code, found = findings()
     assert (code, found["adaattn-hf"]["remedy"]) == (1, "pip install the checkout")
 
 
+@pytest.mark.usefixtures("untimed")
 def test_doctor_says_in_ten_lines_what_is_here_and_why_backends_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "80")

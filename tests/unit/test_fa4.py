@@ -30,7 +30,7 @@ from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends.capability import of_sm
 from adaattn_hf.backends.flash import Flash4Backend
 
-from ..support.calls import attended
+from ..support.calls import attended, call_over
 from .test_flash import by_definition, run_by_run
 
 N = 300
@@ -69,13 +69,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(structure: MaskStructure, **extra: Any) -> AttentionCall:
-    g = torch.Generator().manual_seed(0)
-
-    def draw(length: int, heads: int) -> Tensor:
-        return torch.randn(structure.batch, length, heads, 16, generator=g).half().transpose(1, 2)
-
-    n, m = structure.q_len, structure.kv_len
-    return AttentionCall(draw(n, 4), draw(m, 2), draw(m, 2), structure, scaling=0.3, **extra)
+    return call_over(structure, 16, dtype=torch.half, **extra)
 
 
 def check(call: AttentionCall) -> None:

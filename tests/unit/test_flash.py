@@ -24,7 +24,7 @@ from adaattn_hf.backends.flash import FA2, FA3, FA3_FWD, Flash4Backend, FlashBac
 from adaattn_hf.backends.select import BACKENDS, order
 from adaattn_hf.backends.triton import TritonBackend
 
-from ..support.calls import attended
+from ..support.calls import attended, call_over
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor, kw: dict[str, Any], endless: int | None = -1) -> AttentionResult:
@@ -79,12 +79,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return backend
 
 
-def make(structure: MaskStructure, heads: int = 4, kv_heads: int = 2, dim: int = 8, **extra: Any) -> AttentionCall:
-    g = torch.Generator().manual_seed(3)
-    q = torch.randn(structure.batch, structure.q_len, heads, dim, generator=g).transpose(1, 2)
-    k = torch.randn(structure.batch, structure.kv_len, kv_heads, dim, generator=g).transpose(1, 2)
-    v = torch.randn(structure.batch, structure.kv_len, kv_heads, dim, generator=g).transpose(1, 2)
-    return AttentionCall(q, k, v, structure, scaling=0.3, **extra)
+def make(structure: MaskStructure, **extra: Any) -> AttentionCall:
+    return call_over(structure, 8, **extra)
 
 
 PADDING = torch.tensor([[False, False, True, True, True, True, True], [True] * 7])

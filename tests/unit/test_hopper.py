@@ -18,7 +18,7 @@ from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
 from adaattn_hf.backends import capability, order, select  # noqa: E402
 from adaattn_hf.backends.triton import forward, launch, specialised, tiling  # noqa: E402
 
-from ..support.calls import attended  # noqa: E402
+from ..support.calls import attended, call_over  # noqa: E402
 from ..support.on_device import shifted  # noqa: E402
 
 PROGRAMS = 4
@@ -50,13 +50,7 @@ def attend(asked: AttentionCall) -> None:
 
 
 def drawn(structure: MaskStructure, dim: int = 128, heads: int = 4, **extra: Any) -> AttentionCall:
-    def draw(length: int, count: int) -> Tensor:
-        return torch.zeros(structure.batch, length, count, dim, dtype=torch.bfloat16).transpose(1, 2)
-
-    lengths = structure.q_len, structure.kv_len
-    return AttentionCall(
-        draw(lengths[0], heads), draw(lengths[1], 2), draw(lengths[1], 2), structure, dim**-0.5, **extra
-    )
+    return call_over(structure, dim, heads, torch.bfloat16, dim**-0.5, **extra)
 
 
 def items_of(table: Tensor) -> list[list[int]]:

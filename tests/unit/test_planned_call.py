@@ -22,6 +22,7 @@ from adaattn_hf.patches.call import extended, interface
 from adaattn_hf.patches.mask import structured_mask
 
 from ..support.choices import make_choice
+from ..support.models import answers
 from ..support.plans import give
 from ..support.recorder import Recorder
 
@@ -56,9 +57,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def logits(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
-    with torch.no_grad():
-        out: Tensor = model(tokens, **inputs).logits
-    return out
+    return answers(model, input_ids=tokens, **inputs)[0]
 
 
 def slowly(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:

@@ -12,7 +12,7 @@ from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.heads import HeadRules
 from adaattn_hf.attention.structure import MaskStructure
 
-from .test_triton import attend, interpreted, make
+from .test_triton import EXTRAS, attend, interpreted, make
 
 pytest.importorskip("triton")
 
@@ -55,10 +55,14 @@ def near(out: Tensor, call: AttentionCall) -> bool:
 
 
 @interpreted
-@pytest.mark.parametrize("extra", [{}, {"softcap": 1.5}, {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}], ids=str)
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_equals_the_reference(name: str, extra: dict[str, Any]) -> None:
-    call = asked(STRUCTURES[name], **extra)
+@pytest.mark.parametrize(("name", "extra"), [
+    *((name, "plain") for name in STRUCTURES), *((name, extra) for name in (
+        "left padding and holes", "a row of padding", "window and sinks behind padding", "plain",
+    ) for extra in ("softcap", "sink logits")),
+])  # fmt: skip
+def test_equals_the_reference(name: str, extra: str) -> None:
+    """Other mathematics beside rows that see nothing, few keys and all of them."""
+    call = asked(STRUCTURES[name], **EXTRAS[extra])
     assert near(traced_step(call), call)
 
 
@@ -88,9 +92,10 @@ def test_is_one_node_of_a_whole_graph(name: str, rules: HeadRules | None) -> Non
 
 
 @interpreted
-@pytest.mark.parametrize("until", [1500, 2701])
-@pytest.mark.parametrize("rules", [RULES, ALIKE], ids=["some heads", "all heads"])
-@pytest.mark.parametrize("name", ["static cache", "left padding and holes"])
+@pytest.mark.parametrize(("name", "rules", "until"), [
+    ("static cache", RULES, 1500), ("static cache", ALIKE, 2701), ("left padding and holes", RULES, 2701),
+    ("left padding and holes", ALIKE, 1500),
+], ids=["some heads", "all heads", "some heads to the last", "all heads behind padding"])  # fmt: skip
 def test_windows_end_with_a_position_of_the_sequence(name: str, rules: HeadRules, until: int) -> None:
     """Of the padded rows the first one's query stands at 400, the others' at 2,700."""
     call = asked(STRUCTURES[name], per_head=replace(rules, until=until))
