@@ -119,8 +119,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
         progress(step, len(cells), len(cells))
     tell(console, f"written: {output}, {options.page}")
     if options.gate:
-        for line in failed:
-            tell(console, f"below its floor: {line}")
+        tell(console, *(f"below its floor: {line}" for line in failed))
     return report, failed
 
 

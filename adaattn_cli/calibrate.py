@@ -24,15 +24,14 @@ from adaattn_hf.calibration.state import RISKS_FILE, forget, kept_in
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.eval import team as processes
 from adaattn_hf.eval.objectives import Objective
-from adaattn_hf.eval.progress import beating, shown_progress, tell
+from adaattn_hf.eval.progress import beating, shown_progress, silent, tell
 from adaattn_hf.eval.team import Team
 from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.patches.checkpoint import Checkpoint, encoded, load, placed, read_config, read_tokenizer, resolve_device
-from adaattn_hf.patches.models.positions import stated_positions
+from adaattn_hf.patches.models.positions import longest_input, stated_positions
 from adaattn_hf.patches.plans.attach import remove_plan
 from adaattn_hf.patches.plans.bound import carried_by
 from adaattn_hf.patches.plans.check import refuse_beyond_budget
-from adaattn_hf.patches.plans.subject import longest_input
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import PLAN_FILE
@@ -55,13 +54,13 @@ def run(options: Options) -> Done:
     """Calibrates, and returns plan and report; code 4 if no plan passed for a budget."""
     console = Console(stderr=options.as_json)
     with ending(wrong=(ValueError,)):
-        target, places = directory(options), directories(options)
+        target, budgets = directory(options), directories(options)
 
     stays = partial(kept, target, "the same command with --resume")
     with ending(default=target, kept=stays, wrong=(ValueError, FileNotFoundError, ModelUnavailable)):
         use_threads(options.threads)
         resolve_device(options.device)
-        job = job_of(options, target, places)
+        job = job_of(options, target, budgets)
         refuse_repeats(job.data, job.verify_data)
         writable(target, "output_dir")
         if not options.resume and (file := kept_in(target)) is not None:
@@ -77,17 +76,17 @@ def run(options: Options) -> Done:
             )
         config = read_config(job.model, **options.source())
         encode = partial(encoded, read_tokenizer(job.model, **options.source()))
-        for budget in job.budgets.values():
+        for budget in budgets.values():
             refuse_beyond_budget(budget, carried_by(config))
-        positions, silent = stated_positions(config), options.quiet or not team.leads
-        others = () if options.in_place else places
+        positions, quiet = stated_positions(config), options.quiet or not team.leads
+        others = () if options.in_place else tuple(budgets)
         for other in others:  # what the configuration says, before weights and text are read
             refuse_other_plan(other, config)
         if options.lengths:
             refuse_longer(job.settings.lengths, positions, job.model)
         loading = partial("loading {}: {:.0f} s".format, job.model)
         full = partial(job.out_of_memory, "the machine", "")
-        with beating(loading, console, quiet=silent), room_or_sentence(full):
+        with beating(loading, console, quiet=quiet), room_or_sentence(full):
             loaded = load(job.model, dtype=options.dtype, device="cpu", implementation="adaattn", **options.source())
         scoring = scoring_of(loaded, options)
         for other in others:
@@ -96,12 +95,12 @@ def run(options: Options) -> Done:
             where = f"to {target}; {options.model or 'the packaged model'} is not changed"
             if options.in_place:
                 where = f"into the model {target}: its config.json will carry it"
-            tell(console, f"the plan will be written {where}")
-            tell(console, f"budget: perplexity {', '.join(map(allowed, job.budgets.values()))}")
+            rises = ", ".join(map(allowed, budgets.values()))
+            tell(console, f"the plan will be written {where}", f"budget: perplexity {rises}")
         if not options.lengths:
             fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
             job = replace(job, settings=fitted)
-            if not silent:
+            if not quiet:
                 tell(console, sentence)
         code, results = calibrated(job, loaded, scoring, console, team, rank)
     processes.leave()
@@ -120,17 +119,13 @@ def calibrated(
     device, several = resolve_device(wanted), len(job.budgets) > 1
     about, under_way, worst, results, shown = "", "", 0, dict[str, Any](), list[Show]()
     quiet = job.options.quiet or not team.leads
+    say: Callable[..., None] = silent if quiet else partial(tell, console)
 
-    def say(sentence: str) -> None:
-        if not quiet:
-            tell(console, sentence)
+    def expect(seconds: Mapping[str, float]) -> None:
+        say(*job.outlook(seconds))
 
     try:
         with shown_progress(console, quiet=quiet) as progress:
-
-            def expect(seconds: Mapping[str, float]) -> None:
-                for line in job.outlook(seconds):
-                    say(line)
 
             def step(stage: str, done: int, total: int) -> None:
                 nonlocal under_way
@@ -185,7 +180,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
         failed = job.target / FAILED_FILE
         write_atomically(failed, json_text(results, indent=1, sort_keys=True) + "\n")
         kept = f"kept: the plan in {job.target}, which was verified before"
-        return results, partial(_tell_all, console, [result.sentence, kept, f"report: {failed}"])
+        return results, partial(tell, console, result.sentence, kept, f"report: {failed}")
     write_atomically(job.target / "adaattn_prices.json", prices)
     write_atomically(job.target / REPORT_FILE, report + "\n")
     buys = Bought.of(json.loads(report))
@@ -212,7 +207,7 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
 
     def show() -> None:
         print_plan(console, result.plan, buys, job.options.verbose, None if result.met else result.sentence)
-        _tell_all(console, lines)
+        tell(console, *lines)
 
     return results, show
 
@@ -236,11 +231,6 @@ def stored(place: Path) -> dict[str, Any]:
         return dict(json.loads(failed.read_bytes()))
     files = {"plan": PLAN_FILE, "report": REPORT_FILE}
     return {name: json.loads((place / file).read_bytes()) for name, file in files.items()}
-
-
-def _tell_all(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        tell(console, line)
 
 
 def proven_in(directory: Path, *folders: str) -> list[Plan]:

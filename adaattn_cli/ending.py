@@ -76,8 +76,7 @@ def of_file(error: OSError, default: object) -> str:
 
 def leave(error: EvalError) -> NoReturn:
     """Prints an error on stderr and exits with its code."""
-    for line in f"error: {error}".splitlines():
-        tell(Console(stderr=True, style="red"), line)
+    tell(Console(stderr=True, style="red"), *f"error: {error}".splitlines())
     raise typer.Exit(error.exit_code) from error
 
 

@@ -54,8 +54,7 @@ def run(options: Options) -> Done:
 
         with room_or_sentence(no_room):
             reports, broken = _measured(options, settings, directory)
-    for sentence in broken:
-        tell(Console(stderr=True, style="red"), f"quality: {sentence}")
+    tell(Console(stderr=True, style="red"), *(f"quality: {sentence}" for sentence in broken))
     return Done((reports[0] if len(reports) == 1 else reports) if reports else None, int(bool(broken)))
 
 
@@ -71,7 +70,8 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
         team.join()
         runs = showcase.runs(settings, options.dtype, options.device)
     else:
-        read_config(options.model, **options.source())  # a wrong name is told before text is looked for
+        corpora.refuse_missing(options.data)
+        read_config(options.model, **options.source())  # a wrong name is told before text is looked for on the Hub
         runs = _runs(options, settings)
     reports: list[dict[str, Any]] = []
     broken: list[str] = []

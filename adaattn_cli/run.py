@@ -34,11 +34,11 @@ def run(options: Options) -> Done:
             plan.tensor_bytes()  # a PlanError where its tensors are lost
             if plan.model_type not in CONFIG_MAPPING:
                 raise PlanError(
-                    f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in "
-                    "the program, by adaattn_hf.load_plan(model, directory)"
+                    f"plan: its model_type is {plan.model_type!r}, which no configuration of Transformers has; load it "
+                    "in the program, by adaattn_hf.load_plan(model, directory)"
                 )
     except (PlanError, OSError) as error:
-        leave(UsageError(f"plan: {str(error).removeprefix('plan: ')}"))
+        leave(UsageError(str(error)))
     if options.attention not in (None, *adaattn_hf.NAMES):
         leave(UsageError(f"--attention: got {options.attention!r}, expected one of {', '.join(adaattn_hf.NAMES)}"))
     with models_that_load(plan, options.attention):

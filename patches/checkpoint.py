@@ -102,10 +102,8 @@ def dtype_for(dtype: str | None, plans: Sequence[str | None], config: Any, defau
     for plan in plans:
         if plan == NO_PLAN or (plan is None and carried is None):
             continue
-        try:
+        with _binding(plan):
             planned = (Plan.from_dict(carried) if plan is None else Plan.from_pretrained(plan)).dtype
-        except (PlanError, OSError) as error:
-            raise ModelUnavailable(f"plan: {plan!r}: {str(error).removeprefix('plan: ')}") from error
         kind = resolve_dtype(dtype or planned)
         if ((config.dtype or torch.float32) if kind == "auto" else kind) is not DTYPES[planned]:
             remedy = f"give --dtype {planned}, or leave --dtype out" if user_dtype else "give plans of one dtype"
@@ -361,12 +359,18 @@ def give_plan(model: Any, plan: str | None) -> None:
 
     ModelUnavailable: it cannot be read, or is that of another model.
     """
-    try:
+    with _binding(plan):
         if plan == NO_PLAN:
             remove_plan(model)
         elif plan is None:
             load_carried(model)
         else:
             load_plan(model, plan)
+
+
+@contextmanager
+def _binding(plan: str | None) -> Iterator[None]:
+    try:
+        yield
     except (PlanError, OSError) as error:
         raise ModelUnavailable(f"plan: {plan!r}: {str(error).removeprefix('plan: ')}") from error

@@ -66,14 +66,10 @@ def bought(plan: Path) -> Bought:
         return Bought()
     try:
         content = parse_json(text_file(report))
+        named = content.get(PLAN_HASH) if isinstance(content, Mapping) else None
+        return Bought.of(content) if named == digest(file.read_bytes()) else Bought()
     except ValueError as error:
         raise PlanError(f"{report} is no report: {error}; delete it, or calibrate again") from error
-    if not isinstance(content, Mapping) or content.get(PLAN_HASH) != digest(file.read_bytes()):
-        return Bought()
-    try:
-        return Bought.of(content)
-    except PlanError as error:
-        raise PlanError(f"{report}: {error}; delete it, or calibrate again") from error
 
 
 def digest(plan: bytes) -> str:
@@ -251,5 +247,4 @@ def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instea
     if not plan.is_exact:
         tell(console, "layers by key/value heads")
         console.print(heat_map(plan))
-    for line in (*below(plan), *(details(plan) if verbose else ())):
-        tell(console, line)
+    tell(console, *below(plan), *(details(plan) if verbose else ()))

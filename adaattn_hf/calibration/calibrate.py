@@ -30,9 +30,9 @@ import torch
 from numpy.typing import NDArray
 
 from adaattn_hf.eval.arms import bound_layers_of
+from adaattn_hf.patches.models.positions import longest_input
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.plans.configured import name_of_model
-from adaattn_hf.patches.plans.subject import longest_input
 
 from .._files import write_atomically
 from ..plans import store

@@ -24,9 +24,9 @@ from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import Progress, silent
 from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
 from adaattn_hf.patches.models.cache_keyword import cache_keyword
+from adaattn_hf.patches.models.positions import longest_input
 from adaattn_hf.patches.plans.attach import remove_plan
 from adaattn_hf.patches.plans.layers import number_layers
-from adaattn_hf.patches.plans.subject import longest_input, refuse_unless_adaattn
 
 from ..attention.listeners import Tap
 from ..stats.paired import TokenScores, joined
@@ -204,9 +204,14 @@ def open_inputs(
         scoring: What the model is scored on: `MaskedTokens.of(tokenizer)` for a masked-language model.
         run: What is kept, and who is told.
     """
-    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
-    refuse_unless_adaattn(model)
+    implementation = model.config._attn_implementation
+    if implementation != "adaattn":
+        raise ValueError(
+            f"attn_implementation is {implementation!r}, expected 'adaattn': "
+            'load the model with from_pretrained(..., attn_implementation="adaattn")'
+        )
     number_layers(model)
+    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
     remove_plan(model)
     steps = scoring.generates and cache_keyword(signature(model.forward)) is not None
     if settings.aim != "prompt" and not steps:

@@ -32,6 +32,12 @@ def stated_positions(config: Any) -> int | None:
     return max([positions, *reached])
 
 
+def longest_input(model: nn.Module) -> int | None:
+    """Returns the longest input that a model can read, `None` where nothing says."""
+    limits = (learned_positions(model), stated_positions(model.config))
+    return min((count for count in limits if count is not None), default=None)
+
+
 def ropes_of(config: Any) -> list[Mapping[str, Any]]:
     """Returns what a configuration says of its rotary embeddings: one record, or one for each kind of layer."""
     records = (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None))
