@@ -48,22 +48,17 @@ def run(options: Options) -> Done:
         where = resolve_device(options.device)
         data = read_grid(options.grid, where.type, options.rivals)
         cells = choose_cells(data, options.only)
-        check_names([options.attn_implementation, *options.names], [name for cell in cells for name in cell.arms])
+        register(impossible=True)  # cells say what an implementation lacks that is not installed here
+        accepted = [*known_implementations(), *KERNELS, *(name for cell in cells for name in cell.arms)]
+        for name in (options.attn_implementation, *options.names):
+            if name not in accepted:
+                raise UsageError(unknown("attention implementation", name, dict.fromkeys(accepted)))
         writable(options.file.parent, "output")
         writable(options.page.parent, "table")
         if options.profile is not None:
             writable(options.profile, "profile")
         report, failed = measured(cells, data, where, options)
     return Done(report, int(options.gate and bool(failed)))
-
-
-def check_names(names: list[str], arms: list[str]) -> None:
-    """Refuses unknown names (UsageError); a known one that is not installed here, and the cells' own are accepted."""
-    register(impossible=True)  # cells say what it lacks
-    accepted = [*known_implementations(), *KERNELS, *dict.fromkeys(arms)]
-    for name in names:
-        if name not in accepted:
-            raise UsageError(unknown("attention implementation", name, accepted))
 
 
 def choose_cells(data: Grid, only: str) -> list[Cell]:

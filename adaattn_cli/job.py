@@ -52,36 +52,29 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 # ---------------- its budgets, and where its plans go
-def budgets_of(options: Options) -> dict[str, float]:
-    """Returns budgets in nats/token by names for directories; ValueError if one is none, or is named twice.
+def read_budget(text: str) -> tuple[str, float]:
+    """Returns a name for a budget's directory, and the budget in nats/token; ValueError for what is none.
 
     `0.1%` is ln 1.001, in `0.1pct`; `1e-3` or `1e-3nats` is itself, in `0.001nats`.
     """
-    budgets: dict[str, float] = {}
-    for text in options.budget or ("1%" if options.model is None else "0.1%",):
-        number, unit = _BUDGET.fullmatch(text).groups()  # type: ignore[union-attr]
-        try:
-            value = math.log1p(float(number) / 100.0) if unit == "%" else float(number)
-        except ValueError as error:
-            raise ValueError(
-                f"budget is {text!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as "
-                "1e-3"
-            ) from error
-        if not unit and UNITLESS <= value < 1.0:
-            raise ValueError(
-                f"budget is {text!r}, expected a unit: write {number}% (a rise of the perplexity by {number} %) or "
-                f"{number}nats (nats/token, a rise by {allowed(value).lstrip('+')})?"
-            )
-        if not 0.0 < value < 1.0:
-            raise ValueError(
-                f"budget is {text!r}, expected more than 0 and less than 1 nat/token; a rise of the perplexity has a "
-                "%, such as 1%"
-            )
-        name = f"{float(number):g}{'pct' if unit == '%' else 'nats'}"
-        if name in budgets:
-            raise ValueError(f"budget is {', '.join(options.budget)}, expected each once; leave the second {text} out")
-        budgets[name] = value
-    return budgets
+    number, unit = _BUDGET.fullmatch(text).groups()  # type: ignore[union-attr]
+    try:
+        value = math.log1p(float(number) / 100.0) if unit == "%" else float(number)
+    except ValueError as error:
+        raise ValueError(
+            f"budget is {text!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as 1e-3"
+        ) from error
+    if not unit and UNITLESS <= value < 1.0:
+        raise ValueError(
+            f"budget is {text!r}, expected a unit: write {number}% (a rise of the perplexity by {number} %) or "
+            f"{number}nats (nats/token, a rise by {allowed(value).lstrip('+')})?"
+        )
+    if not 0.0 < value < 1.0:
+        raise ValueError(
+            f"budget is {text!r}, expected more than 0 and less than 1 nat/token; a rise of the perplexity has a %, "
+            "such as 1%"
+        )
+    return f"{float(number):g}{'pct' if unit == '%' else 'nats'}", value
 
 
 def default_plan() -> Path:
@@ -105,7 +98,15 @@ def directory(options: Options, inside: str = "") -> Path:
                 f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
                 "--in-place to write into the model"
             )
-        _refuse_checkpoint(target)
+        names = (file.name for kind in WEIGHTS for file in sorted(target.glob(kind)))
+        held = [name for name in names if not name.startswith("adaattn_")]
+        if not (target / PLAN_FILE).is_file():
+            held += ["config.json"] * (target / "config.json").is_file()
+        if held:
+            raise UsageError(
+                f"output_dir: {target} holds {held[0]} of a model, whose config.json would be overwritten, expected a "
+                f"directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
+            )
         _refuse_kept(target, "output_dir", "give another directory")
         return target
     if target is not None:
@@ -122,7 +123,12 @@ def directory(options: Options, inside: str = "") -> Path:
 
 def directories(options: Options) -> dict[Path, float]:
     """Returns the budgets in nats/token by their plans' directories, of several in subdirectories; see `directory`."""
-    budgets, target = budgets_of(options), directory(options)
+    budgets, target = dict[str, float](), directory(options)
+    for text in options.budget or ("1%" if options.model is None else "0.1%",):
+        name, value = read_budget(text)
+        if name in budgets:
+            raise ValueError(f"budget is {', '.join(options.budget)}, expected each once; leave the second {text} out")
+        budgets[name] = value
     if len(budgets) == 1:
         return {target: next(iter(budgets.values()))}
     if options.in_place:
@@ -147,16 +153,6 @@ def _refuse_kept(target: Path, argument: str, remedy: str) -> None:
             )
         if file.is_file() and not file.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
             raise UsageError(f"{argument}: {file} is read-only, expected a file that may be replaced; {remedy}")
-
-
-def _refuse_checkpoint(target: Path) -> None:
-    names = [file.name for kind in WEIGHTS for file in sorted(target.glob(kind))]
-    weights = [name for name in names if not name.startswith("adaattn_")]
-    if weights or ((target / "config.json").is_file() and not (target / PLAN_FILE).is_file()):
-        raise UsageError(
-            f"output_dir: {target} holds {weights[0] if weights else 'config.json'} of a model, whose config.json "
-            f"would be overwritten, expected a directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
-        )
 
 
 def refuse_other_plan(target: Path, config: Any, model: Any = None) -> None:
@@ -198,7 +194,7 @@ class Job:
     prices: PriceTable | None
     options: Options
     budgets: Mapping[Path, float] = field(default_factory=dict)
-    known: CalibrationState | None = None
+    earlier: CalibrationState | None = None
     began: float = field(default_factory=time.monotonic)
 
     def outlook(self, stages: Mapping[str, float]) -> list[str]:

@@ -68,7 +68,7 @@ class Checkpoint:
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without special tokens."""
-        return encoded(self.tokenizer, text)
+        return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids  # type: ignore[no-any-return]
 
     def pad_token(self) -> int:
         """Returns the token for padding (which is masked): the tokenizer's, else EOS, else 0."""
@@ -76,11 +76,6 @@ class Checkpoint:
             if token is not None:
                 return int(token)
         return 0
-
-
-def encoded(tokenizer: Any, text: str) -> list[int]:
-    """Returns the token ids of a text, without special tokens."""
-    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids  # type: ignore[no-any-return]
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
@@ -207,13 +202,6 @@ def read_config(model: str | Path, **source: Any) -> Any:
         return tf.AutoConfig.from_pretrained(model, **source)
 
 
-def read_tokenizer(name: str | Path, **source: Any) -> Any:
-    """Returns the tokenizer of a checkpoint, else ModelUnavailable."""
-    remedy = "put a tokenizer's files there, or name another one by --tokenizer where a command takes it"
-    with _reading(lambda error: f"tokenizer: cannot load {str(name)!r}: {why_not(name, error)}; {remedy}"):
-        return tf.AutoTokenizer.from_pretrained(name, **source)
-
-
 @contextmanager
 def _reading(sentence: Callable[[Exception], str]) -> Iterator[None]:
     # files of a checkpoint are read by Transformers; memory that is full is no fault of theirs
@@ -253,7 +241,10 @@ def load(
     config = read_config(model, **source)
     torch_dtype = resolve_dtype(dtype_for(dtype, plans, config, "float32"))
     kind = _objective(config, objective, name)
-    tokens = read_tokenizer(tokenizer or model, **(elsewhere if tokenizer else source))
+    named, place = tokenizer or model, elsewhere if tokenizer else source
+    remedy = "put a tokenizer's files there, or name another one by --tokenizer where a command takes it"
+    with _reading(lambda error: f"tokenizer: cannot load {str(named)!r}: {why_not(named, error)}; {remedy}"):
+        tokens = tf.AutoTokenizer.from_pretrained(named, **place)
     if prefixed and kind != "masked":
         prefix_token(tokens, name)
     auto: Any = tf.AutoModelForMaskedLM if kind == "masked" else tf.AutoModelForCausalLM

@@ -62,7 +62,7 @@ class Run:
 
     directory: Path | None = None  # where the state is saved after every sequence, until a plan is written
     resume: bool = False  # go on from the state saved there
-    known: CalibrationState | None = None  # risks of an earlier run on the same weights and text, not measured again
+    earlier: CalibrationState | None = None  # risks of an earlier run on the same weights and text, not measured again
     progress: Progress = silent
     say: Callable[[str], None] = silent  # a sentence that a user should know
     expect: Callable[[Mapping[str, float]], None] = silent  # the seconds that stages take, before they begin
@@ -92,7 +92,7 @@ class Inputs:
     def left(self) -> float:
         """Seconds until the time limit, by the clock of the first process: all processes ask together."""
         minutes = self.settings.minutes
-        return math.inf if minutes is None else self.team.tell(self.run.opened + 60.0 * minutes - time.monotonic())
+        return math.inf if minutes is None else self.team.broadcast(self.run.opened + 60.0 * minutes - time.monotonic())
 
     def refuse_late(self, together: bool = True, seconds: float = 0.0) -> None:
         """Ends what is under way if the time is over, or has no room for what takes so many seconds.
@@ -105,7 +105,7 @@ class Inputs:
 
     def keep(self, state: CalibrationState) -> None:
         """Saves what is measured, where there is a directory for it."""
-        if self.run.directory is not None and self.team.leads:
+        if self.run.directory is not None and self.team.is_main:
             state.save(self.run.directory)
 
     @property

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adaattn_hf import __version__
-from adaattn_hf.eval.arms import bound_layers_of, exact_tap, layer_of
+from adaattn_hf.eval.arms import exact_tap, layer_of
 from adaattn_hf.patches.plans.configured import computes_by
 from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
 from adaattn_hf.patches.plans.layers import attention_modules
@@ -196,9 +196,13 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
     return replace(drawn, budget=settings.budget, layers=planned)
 
 
-def bound_layers(measurement: Measurement, picks: Picks) -> dict[int, BoundLayer]:
-    """Returns the programs of an allocation by layer index."""
-    return bound_layers_of(make_plan(measurement, picks), measurement.layers.tensors)
+def bound_layers(measurement: Measurement, plan: Plan) -> dict[int, BoundLayer]:
+    """Returns what the layers of a plan run, by index; exact ones are absent."""
+    planned, tensors = [layer for layer in plan.layers if not layer.is_exact], measurement.layers.tensors
+    return {
+        layer.layer: BoundLayer(layer, tensors[layer.layer], plan.max_length, exact_steps=plan.exact_steps)
+        for layer in planned
+    }
 
 
 def picks_of(measurement: Measurement, plan: Plan) -> Picks:

@@ -173,12 +173,12 @@ class CalibrationState:
             )
         return measured
 
-    def take(self, known: CalibrationState, choices: Sequence[str]) -> None:
+    def take(self, earlier: CalibrationState, choices: Sequence[str]) -> None:
         """Takes the risks of an earlier run, of choices that it measured."""
-        places = [known.identity["choices"].index(label) for label in choices]
+        places = [earlier.identity["choices"].index(label) for label in choices]
         for length in self.total:
-            self.add(length, known.rows[length], *(part[:, places] for part in known.parts(length)))
-            self.done[length] = known.done[length]
+            self.add(length, earlier.rows[length], *(part[:, places] for part in earlier.parts(length)))
+            self.done[length] = earlier.done[length]
 
 
 def kept_in(directory: Path) -> Path | None:

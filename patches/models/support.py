@@ -7,7 +7,7 @@ bare `KeyError`; some ignore the name and silently run their own attention. `che
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -62,15 +62,15 @@ def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTraine
         yield from towers_of(child, f"{path}.{name}".strip("."))
 
 
-def configs_of(model: nn.Module) -> list[Any]:
-    """Returns the configurations of a model's parts, each once."""
-    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Returns the configurations of modules, each once."""
+    configs = {id(config): config for part in modules if (config := getattr(part, "config", None)) is not None}
     return [*configs.values()]
 
 
 def implementations(model: nn.Module) -> set[str]:
     """Returns the attention implementations of a model's towers."""
-    names = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
+    names = {getattr(config, "_attn_implementation", None) for config in configs_of(model.modules())}
     return {name for name in names if isinstance(name, str)}
 
 

@@ -24,7 +24,7 @@ from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher, search
 from adaattn_hf.calibration import measure as measuring
 from adaattn_hf.calibration import proof as verify
-from adaattn_hf.calibration.calibrate import choose_and_verify, known
+from adaattn_hf.calibration.calibrate import choose_and_verify, proven_candidates
 from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.layers import Measurement, observe_layers
 from adaattn_hf.calibration.measure import forecast, measure
@@ -189,8 +189,8 @@ def test_a_larger_budget_never_returns_less_than_a_smaller_one(
     )  # fmt: skip
     again = replace(measurement, inputs=measurement.inputs.with_settings(settings))
     for change in others:
-        assert known(again, [replace(small.plan, **change)], {}) == [], change
-    assert len(known(again, [small.plan], {})) == 1
+        assert proven_candidates(again, [replace(small.plan, **change)], {}) == [], change
+    assert len(proven_candidates(again, [small.plan], {})) == 1
 
 
 @pytest.mark.parametrize("part", ["mlp", "head", "tokens"])

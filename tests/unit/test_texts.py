@@ -197,8 +197,7 @@ def test_no_length_is_beyond_the_positions_of_the_model(book: Path) -> None:
 
 
 def job(model: str | None = None, **asked: Any) -> Job:
-    options = CALIBRATE(model=model, **asked)
-    return job_of(options, Path("plan"), directories(options))
+    return job_of(options := CALIBRATE(model=model, **asked), Path("plan"), directories(options))
 
 
 def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> None:
