@@ -21,8 +21,7 @@ from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.cache.caches import AdaAttnCache, check_stored
-from adaattn_hf.patches.checkpoint import Checkpoint
-from adaattn_hf.patches.checkpoint import arms as copies
+from adaattn_hf.patches.checkpoint import Checkpoint, with_attention
 from adaattn_hf.patches.models.cache_keyword import with_cache
 from adaattn_hf.patches.observe.monitoring import monitoring, statistics
 from adaattn_hf.patches.plans.attach import plan_of
@@ -290,24 +289,21 @@ def evaluate(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, **how: 
 
 
 def _arms(checkpoint: Checkpoint, settings: Settings, context: int) -> list[Arm]:
-    _, names, plans, _ = zip(*settings.arms, strict=True)
-    models = copies(checkpoint, names, plans)
-    if settings.cache is not None:
-        try:
-            check_stored(models[1], settings.cache, settings.streaming)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-    if settings.streaming:
-        tested = plan_of(models[1])
-        limit = 0 if tested is None else tested.max_length
-        if context > limit:
-            raise UsageError(
-                f"streaming: got windows of {context} tokens and a plan that speaks for {limit}, expected "
-                f"--context {limit} or less"
-            )
     arms = []
-    for model, (role, name, path, cache) in zip(models, settings.arms, strict=True):
+    for role, name, path, cache in settings.arms:
+        model = with_attention(checkpoint, name, path)
         entry, plan = None, plan_of(model) if name.startswith("adaattn") else None
+        if role == "tested" and cache is not None:
+            try:
+                check_stored(model, cache, settings.streaming)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+            limit = 0 if plan is None else plan.max_length
+            if settings.streaming and context > limit:
+                raise UsageError(
+                    f"streaming: got windows of {context} tokens and a plan that speaks for {limit}, expected "
+                    f"--context {limit} or less"
+                )
         if plan is not None:
             digest = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
             entry = {"path": path or "in the model's configuration", "sha256": digest, "budget": plan.budget}

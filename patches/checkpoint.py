@@ -317,32 +317,26 @@ NO_PLAN = "none"
 """Given in place of a plan: run without the plan that the model carries."""
 
 
-def arms(
-    checkpoint: Checkpoint, implementations: Sequence[str], plans: Sequence[str | None] | None = None
-) -> list[Any]:
-    """Returns one model per attention implementation, all sharing the checkpoint's parameters.
+def with_attention(checkpoint: Checkpoint, implementation: str, plan: str | None = None) -> Any:
+    """Returns a model (an arm of a comparison) with another attention implementation and the checkpoint's parameters.
 
-    Each model (arm) has its own modules, configuration and buffers, so that no arm can affect another; the parameters
-    are the same tensors, held in memory once. A plan is a file or directory, `NO_PLAN`, or None for the model's own.
+    It has its own modules, configuration and buffers, so that no arm can affect another; the parameters are the same
+    tensors, held in memory once. A plan is a file or directory, `NO_PLAN`, or None for the model's own.
     ModelUnavailable for an implementation that is unknown or refused, or a plan of another model.
     """
     names = known_implementations()
-    models = []
-    for implementation, plan in zip(implementations, plans or [None] * len(implementations), strict=True):
-        if implementation not in names and "/" not in implementation:
-            raise ModelUnavailable(unknown("attention implementation", implementation, names))
-        _refuse_impossible(implementation)
-        shared = {id(p): p for p in checkpoint.model.parameters()}
-        arm = copy.deepcopy(checkpoint.model, shared)
-        try:
-            arm.set_attn_implementation(implementation)
-        except (ValueError, ImportError, NotImplementedError) as error:
-            raise ModelUnavailable(
-                f"attention implementation: {checkpoint.name} refuses {implementation!r}: {_first_line(error)}"
-            ) from error
-        give_plan(arm, plan)
-        models.append(arm.eval())
-    return models
+    if implementation not in names and "/" not in implementation:
+        raise ModelUnavailable(unknown("attention implementation", implementation, names))
+    _refuse_impossible(implementation)
+    model = copy.deepcopy(checkpoint.model, {id(p): p for p in checkpoint.model.parameters()})
+    try:
+        model.set_attn_implementation(implementation)
+    except (ValueError, ImportError, NotImplementedError) as error:
+        raise ModelUnavailable(
+            f"attention implementation: {checkpoint.name} refuses {implementation!r}: {_first_line(error)}"
+        ) from error
+    give_plan(model, plan)
+    return model.eval()
 
 
 def give_plan(model: Any, plan: str | None) -> None:

@@ -139,7 +139,7 @@ def test_the_commit_is_the_one_that_is_said_or_the_checkouts(tmp_path: Path, mon
 
 
 def test_arms_share_weights_and_nothing_else(loaded: checkpoint.Checkpoint) -> None:
-    first, second = checkpoint.arms(loaded, ["sdpa", "eager"])
+    first, second = (checkpoint.with_attention(loaded, name) for name in ("sdpa", "eager"))
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert a.data_ptr() == b.data_ptr()
     assert first.config is not second.config
