@@ -47,7 +47,13 @@ def run(options: Options) -> Done:
         use_threads(options.threads)
         where = resolve_device(options.device)
         data = read_grid(options.grid, where.type, options.rivals)
-        cells = choose_cells(data, options.only)
+        try:
+            cells = [cell for cell in data.cells if re.search(options.only, cell.title)]
+        except re.error as error:
+            raise UsageError(f"--only: got {options.only!r}, which is no regular expression ({error})") from error
+        if not cells:
+            titles = "\n".join(cell.title for cell in data.cells)
+            raise UsageError(f"--only: got {options.only!r}, which matches no cell; known:\n{titles}")
         register(impossible=True)  # cells say what an implementation lacks that is not installed here
         accepted = [*known_implementations(), *KERNELS, *(name for cell in cells for name in cell.arms)]
         for name in (options.attn_implementation, *options.names):
@@ -59,19 +65,6 @@ def run(options: Options) -> Done:
             writable(options.profile, "profile")
         report, failed = measured(cells, data, where, options)
     return Done(report, int(options.gate and bool(failed)))
-
-
-def choose_cells(data: Grid, only: str) -> list[Cell]:
-    """The cells whose title matches; UsageError if none does, or `only` is no regular expression."""
-    try:
-        pattern = re.compile(only)
-    except re.error as error:
-        raise UsageError(f"--only: got {only!r}, which is no regular expression ({error})") from error
-    chosen = [cell for cell in data.cells if pattern.search(cell.title)]
-    if not chosen:
-        titles = "\n".join(cell.title for cell in data.cells)
-        raise UsageError(f"--only: got {only!r}, which matches no cell; known:\n{titles}")
-    return chosen
 
 
 def measured(cells: list[Cell], data: Grid, where: torch.device, options: Options) -> tuple[dict[str, Any], list[str]]:

@@ -54,10 +54,9 @@ Batch = tuple[Keywords, tuple[int, ...]]
 def plan_batches(windows: Sequence[TokenWindow], batch_size: int, padding: str = "none") -> list[list[int]]:
     """Indices of the windows of each batch.
 
-    Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing
-    is masked and documents are still finished in order. With padding a batch is the next `batch_size`
-    windows, as they come. The plan depends on the windows and these settings alone, never on where a run was
-    interrupted.
+    Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing is masked
+    and documents are still finished in order. With padding a batch is the next `batch_size` windows, as they come. The
+    plan depends on the windows and these settings alone, never on where a run was interrupted.
     """
     if padding != "none":
         return [list(range(i, min(i + batch_size, len(windows)))) for i in range(0, len(windows), batch_size)]

@@ -72,10 +72,8 @@ class Checkpoint:
 
     def pad_token(self) -> int:
         """Returns the token for padding (which is masked): the tokenizer's, else EOS, else 0."""
-        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        return 0
+        tokens = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(int(token) for token in tokens if token is not None)
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
