@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from adaattn_cli.job import nats
+from adaattn_cli.job import read_budget
 from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher, search
 from adaattn_hf.calibration import measure as measuring
@@ -636,20 +636,20 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01)), ("0.1 nats/token", 0.1), ("0.01nats", 0.01)],
 )
 def test_budgets(given: str, wanted: float) -> None:
-    assert nats(given) == pytest.approx(wanted)
+    assert read_budget(given)[1] == pytest.approx(wanted)
 
 
 def test_a_bare_number_that_may_be_meant_in_percent_is_refused_with_both_readings() -> None:
     for bare in ("0.01", "0.1", "0.5"):
         with pytest.raises(ValueError, match=rf"write {bare}% \(a rise .* by {bare} %\) or {bare}nats \(nats/token, a"):
-            nats(bare)
+            read_budget(bare)
     assert nats("0.009") == 0.009
 
 
 @pytest.mark.parametrize("bad", ["", "much", "0", "-1%", "5"])
 def test_bad_budgets(bad: str) -> None:
     with pytest.raises(ValueError, match="budget is"):
-        nats(bad)
+        read_budget(bad)
 
 
 def test_stock_attention_is_refused_for_calibration(text: list[Path]) -> None:
