@@ -643,7 +643,7 @@ def test_a_bare_number_that_may_be_meant_in_percent_is_refused_with_both_reading
     for bare in ("0.01", "0.1", "0.5"):
         with pytest.raises(ValueError, match=rf"write {bare}% \(a rise .* by {bare} %\) or {bare}nats \(nats/token, a"):
             read_budget(bare)
-    assert nats("0.009") == 0.009
+    assert read_budget("0.009") == ("0.009nats", 0.009)
 
 
 @pytest.mark.parametrize("bad", ["", "much", "0", "-1%", "5"])
