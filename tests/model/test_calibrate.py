@@ -367,7 +367,7 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
     assert (kept.state.needles[LENGTH] == risks).all()
     measurement.state.save(tmp_path, RISKS_FILE)
     known = CalibrationState.read(tmp_path)
-    taken = measure(open_inputs(deaf, encode, text, SETTINGS, known=known), prices=letter_prices())
+    taken = measure(open_inputs(deaf, encode, text, SETTINGS, earlier=known), prices=letter_prices())
     assert (taken.state.needles[LENGTH] == risks).all()
 
 
