@@ -44,9 +44,7 @@ from adaattn_hf.plans.store import PLAN_FILE
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.stats.stopwatch import timed
 
-from .budget.held_out import ratio, scores
-from .budget.pairs import fewer_pairs
-from .budget.speed import attention_seconds
+from .budget import attention_seconds, fewer_pairs, ratio, scores
 from .cache_arms import SHAPES, shaped
 from .real_page import write_page
 

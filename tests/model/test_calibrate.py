@@ -43,7 +43,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats.paired import Ratio, TokenScores
 from adaattn_hf.stats.profile import stratified_rows
 from studies.ablation import KEPT, row_of
-from studies.budget.held_out import ratio
+from studies.budget import ratio
 
 from ..support.calibration import calibrate, open_inputs, save_plan
 from ..support.choices import make_choice
