@@ -7,7 +7,7 @@ bare `KeyError`; some ignore the name and silently run their own attention. `che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -20,6 +20,7 @@ from adaattn_hf.backends.select import check_may_run_here
 from adaattn_hf.config import settings_in
 
 from .families import UnsupportedModel, refusal_of
+from .positions import configs_of
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -60,12 +61,6 @@ def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTraine
         return
     for name, child in model.named_children():
         yield from towers_of(child, f"{path}.{name}".strip("."))
-
-
-def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """Returns the configurations of modules, each once."""
-    configs = {id(config): config for part in modules if (config := getattr(part, "config", None)) is not None}
-    return [*configs.values()]
 
 
 def implementations(model: nn.Module) -> set[str]:

@@ -15,7 +15,8 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 from adaattn_hf.presets import load_preset
 
-from ..models.support import Holder, Model, configs_of, model_in, refuse_no_model, refuse_other_attention, runs_ours
+from ..models.positions import configs_of
+from ..models.support import Holder, Model, model_in, refuse_no_model, refuse_other_attention, runs_ours
 from .bound import BoundPlan, bound_plan, carried_by, say, unbind
 from .check import allowed_by, machine_name
 

@@ -26,7 +26,7 @@ from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.record import PlanError
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
-from ..models.support import configs_of
+from ..models.positions import configs_of
 from .check import bound_layer_for, configs_for, refuse_autocast, refuse_beyond_budget, refuse_other_weights
 from .configured import refuse_other_configuration, refuse_other_settings
 from .hashes import base_of

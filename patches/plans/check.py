@@ -21,7 +21,7 @@ from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.store import layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
-from ..models.support import configs_of
+from ..models.positions import configs_of
 from .configured import refuse_other_configuration
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..models.support import configs_of
+from ..models.positions import configs_of
 from .configured import computes_by
 from .hashes import tensor_hash
 from .parts import ADAPTERS, Part, inner_of, parts, pieces
