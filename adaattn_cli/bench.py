@@ -47,36 +47,24 @@ def run(options: Options) -> Done:
         use_threads(options.threads)
         where = resolve_device(options.device)
         data = read_grid(options.grid, where.type, options.rivals)
-        cells = choose_cells(data, options.only)
-        check_names([options.attn_implementation, *options.names], [name for cell in cells for name in cell.arms])
+        try:
+            cells = [cell for cell in data.cells if re.search(options.only, cell.title)]
+        except re.error as error:
+            raise UsageError(f"--only: got {options.only!r}, which is no regular expression ({error})") from error
+        if not cells:
+            titles = "\n".join(cell.title for cell in data.cells)
+            raise UsageError(f"--only: got {options.only!r}, which matches no cell; known:\n{titles}")
+        register(impossible=True)  # cells say what an implementation lacks that is not installed here
+        accepted = [*known_implementations(), *KERNELS, *(name for cell in cells for name in cell.arms)]
+        for name in (options.attn_implementation, *options.names):
+            if name not in accepted:
+                raise UsageError(unknown("attention implementation", name, dict.fromkeys(accepted)))
         writable(options.file.parent, "output")
         writable(options.page.parent, "table")
         if options.profile is not None:
             writable(options.profile, "profile")
         report, failed = measured(cells, data, where, options)
     return Done(report, int(options.gate and bool(failed)))
-
-
-def check_names(names: list[str], arms: list[str]) -> None:
-    """Refuses unknown names (UsageError); a known one that is not installed here, and the cells' own are accepted."""
-    register(impossible=True)  # cells say what it lacks
-    accepted = [*known_implementations(), *KERNELS, *dict.fromkeys(arms)]
-    for name in names:
-        if name not in accepted:
-            raise UsageError(unknown("attention implementation", name, accepted))
-
-
-def choose_cells(data: Grid, only: str) -> list[Cell]:
-    """The cells whose title matches; UsageError if none does, or `only` is no regular expression."""
-    try:
-        pattern = re.compile(only)
-    except re.error as error:
-        raise UsageError(f"--only: got {only!r}, which is no regular expression ({error})") from error
-    chosen = [cell for cell in data.cells if pattern.search(cell.title)]
-    if not chosen:
-        titles = "\n".join(cell.title for cell in data.cells)
-        raise UsageError(f"--only: got {only!r}, which matches no cell; known:\n{titles}")
-    return chosen
 
 
 def measured(cells: list[Cell], data: Grid, where: torch.device, options: Options) -> tuple[dict[str, Any], list[str]]:
@@ -119,8 +107,7 @@ def measured(cells: list[Cell], data: Grid, where: torch.device, options: Option
         progress(step, len(cells), len(cells))
     tell(console, f"written: {output}, {options.page}")
     if options.gate:
-        for line in failed:
-            tell(console, f"below its floor: {line}")
+        tell(console, *(f"below its floor: {line}" for line in failed))
     return report, failed
 
 

@@ -24,15 +24,14 @@ from adaattn_hf.calibration.state import RISKS_FILE, forget, kept_in
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.eval import team as processes
 from adaattn_hf.eval.objectives import Objective
-from adaattn_hf.eval.progress import beating, shown_progress, tell
+from adaattn_hf.eval.progress import beating, shown_progress, silent, tell
 from adaattn_hf.eval.team import Team
 from adaattn_hf.eval.texts import refuse_repeats
-from adaattn_hf.patches.checkpoint import Checkpoint, encoded, load, placed, read_config, read_tokenizer, resolve_device
-from adaattn_hf.patches.models.positions import stated_positions
+from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, read_config, resolve_device
+from adaattn_hf.patches.models.positions import longest_input, stated_positions
 from adaattn_hf.patches.plans.attach import remove_plan
 from adaattn_hf.patches.plans.bound import carried_by
 from adaattn_hf.patches.plans.check import refuse_beyond_budget
-from adaattn_hf.patches.plans.subject import longest_input
 from adaattn_hf.plans.limits import unproven
 from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import PLAN_FILE
@@ -41,7 +40,7 @@ from adaattn_hf.plans.wording import allowed
 from .ending import ending, room_or_sentence, use_threads, writable
 from .job import STAGES, Job, directories, directory, fit_to_text, job_of, kept, refuse_other_plan, scoring_of
 from .options import Done, Options
-from .pictures.headline import PLAN_HASH, REPORT_FILE, Bought, digest, print_plan
+from .pictures.headline import PLAN_HASH, REPORT_FILE, Speedups, digest, print_plan
 from .pictures.page import plan_page
 
 Show = Callable[[], None]
@@ -55,13 +54,13 @@ def run(options: Options) -> Done:
     """Calibrates, and returns plan and report; code 4 if no plan passed for a budget."""
     console = Console(stderr=options.as_json)
     with ending(wrong=(ValueError,)):
-        target, places = directory(options), directories(options)
+        target, budgets = directory(options), directories(options)
 
     stays = partial(kept, target, "the same command with --resume")
     with ending(default=target, kept=stays, wrong=(ValueError, FileNotFoundError, ModelUnavailable)):
         use_threads(options.threads)
         resolve_device(options.device)
-        job = job_of(options, target, places)
+        job = job_of(options, target, budgets)
         refuse_repeats(job.data, job.verify_data)
         writable(target, "output_dir")
         if not options.resume and (file := kept_in(target)) is not None:
@@ -69,68 +68,63 @@ def run(options: Options) -> Done:
                 f"output_dir: {file} is an interrupted calibration; pass --resume to go on with it, delete it to begin "
                 "anew, or give another --output-dir"
             )
-        team, rank = processes.join()
+        team = processes.join()
         if team.size > 1 and options.device == "auto":
             raise UsageError(
                 f"device: got 'auto' in {team.size} processes, expected it in one, since it takes all GPUs; start one "
                 "process, or leave --device out and each takes a GPU of its own"
             )
         config = read_config(job.model, **options.source())
-        encode = partial(encoded, read_tokenizer(job.model, **options.source()))
-        for budget in job.budgets.values():
+        for budget in budgets.values():
             refuse_beyond_budget(budget, carried_by(config))
-        positions, silent = stated_positions(config), options.quiet or not team.leads
-        others = () if options.in_place else places
+        positions, quiet = stated_positions(config), options.quiet or not team.is_main
+        others = () if options.in_place else tuple(budgets)
         for other in others:  # what the configuration says, before weights and text are read
             refuse_other_plan(other, config)
         if options.lengths:
             refuse_longer(job.settings.lengths, positions, job.model)
         loading = partial("loading {}: {:.0f} s".format, job.model)
         full = partial(job.out_of_memory, "the machine", "")
-        with beating(loading, console, quiet=silent), room_or_sentence(full):
+        with beating(loading, console, quiet=quiet), room_or_sentence(full):
             loaded = load(job.model, dtype=options.dtype, device="cpu", implementation="adaattn", **options.source())
         scoring = scoring_of(loaded, options)
         for other in others:
             refuse_other_plan(other, config, loaded.model)
-        if team.leads:
+        if team.is_main:
             where = f"to {target}; {options.model or 'the packaged model'} is not changed"
             if options.in_place:
                 where = f"into the model {target}: its config.json will carry it"
-            tell(console, f"the plan will be written {where}")
-            tell(console, f"budget: perplexity {', '.join(map(allowed, job.budgets.values()))}")
+            rises = ", ".join(map(allowed, budgets.values()))
+            tell(console, f"the plan will be written {where}", f"budget: perplexity {rises}")
         if not options.lengths:
-            fitted, sentence = fit_to_text(job.settings, encode, job.data, job.verify_data, positions)
+            fitted, sentence = fit_to_text(job.settings, loaded.encode, job.data, job.verify_data, positions)
             job = replace(job, settings=fitted)
-            if not silent:
+            if not quiet:
                 tell(console, sentence)
-        code, results = calibrated(job, loaded, scoring, console, team, rank)
+        code, results = calibrated(job, loaded, scoring, console, team)
     processes.leave()
-    return Done(results if team.leads else None, code)
+    return Done(results if team.is_main else None, code)
 
 
 def calibrated(
-    job: Job, loaded: Checkpoint, scoring: Objective, console: Console, team: Team, rank: int
+    job: Job, loaded: Checkpoint, scoring: Objective, console: Console, team: Team
 ) -> tuple[int, dict[str, Any]]:
     """Calibrates a loaded checkpoint, stores and shows a plan for each budget.
 
     Returns the exit code, and plan and report as JSON (empty except on the leading process), of several budgets by
     directory. An earlier verified plan of these weights is the first candidate, and is kept if none passes now.
     """
-    wanted = processes.device_of(team, rank, job.options.device)
+    wanted = team.device(job.options.device)
     device, several = resolve_device(wanted), len(job.budgets) > 1
     about, under_way, worst, results, shown = "", "", 0, dict[str, Any](), list[Show]()
-    quiet = job.options.quiet or not team.leads
+    quiet = job.options.quiet or not team.is_main
+    say: Callable[..., None] = silent if quiet else partial(tell, console)
 
-    def say(sentence: str) -> None:
-        if not quiet:
-            tell(console, sentence)
+    def expect(seconds: Mapping[str, float]) -> None:
+        say(*job.outlook(seconds))
 
     try:
         with shown_progress(console, quiet=quiet) as progress:
-
-            def expect(seconds: Mapping[str, float]) -> None:
-                for line in job.outlook(seconds):
-                    say(line)
 
             def step(stage: str, done: int, total: int) -> None:
                 nonlocal under_way
@@ -138,7 +132,7 @@ def calibrated(
                 progress(STAGES.get(stage, stage) + about, done, total)
 
             with room_or_sentence(lambda error: job.out_of_memory(device, under_way, error)):
-                started = Run(job.target, job.options.resume, job.known, step, say, expect, job.began)
+                started = Run(job.target, job.options.resume, job.earlier, step, say, expect, job.began)
                 inputs = open_inputs(
                     placed(loaded.model, wanted), loaded.encode, job.data, job.settings,
                     verify_data=job.verify_data, scoring=scoring, run=started,
@@ -150,14 +144,14 @@ def calibrated(
                     if place.name in state.finished:
                         say(f"kept: {place}, which the interrupted run finished")
                         worst = max(worst, state.finished[place.name])
-                        results[place.name] = stored(place) if team.leads else {}
+                        results[place.name] = stored(place) if team.is_main else {}
                         continue
                     about = f" for {place.name}" * several
                     result = calibration.decided(measurement, budget, proven)
                     proven += [result.plan] * result.met
                     one = replace(job, target=place)
                     code, results[place.name] = 0 if result.met else BUDGET_NOT_MET, {}
-                    if team.leads:
+                    if team.is_main:
                         results[place.name], show = store(one, measurement, result, console)
                         shown.append(show)
                         if several:
@@ -170,7 +164,7 @@ def calibrated(
     finally:
         for show in shown:
             show()
-    if team.leads:
+    if team.is_main:
         forget(job.target)
     return worst, results if several else next(iter(results.values()))
 
@@ -185,12 +179,12 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
         failed = job.target / FAILED_FILE
         write_atomically(failed, json_text(results, indent=1, sort_keys=True) + "\n")
         kept = f"kept: the plan in {job.target}, which was verified before"
-        return results, partial(_tell_all, console, [result.sentence, kept, f"report: {failed}"])
+        return results, partial(tell, console, result.sentence, kept, f"report: {failed}")
     write_atomically(job.target / "adaattn_prices.json", prices)
     write_atomically(job.target / REPORT_FILE, report + "\n")
-    buys = Bought.of(json.loads(report))
+    speedups = Speedups.of(json.loads(report))
     picture = job.target / "adaattn_plan.html"
-    write_atomically(picture, plan_page(result.plan, buys))
+    write_atomically(picture, plan_page(result.plan, speedups))
     measurement.state.save(job.target, RISKS_FILE)
     model = measurement.inputs.arms.model
     calibration.save_plan(model, result, job.target)
@@ -211,8 +205,8 @@ def store(job: Job, measurement: Measurement, result: Calibration, console: Cons
     ]
 
     def show() -> None:
-        print_plan(console, result.plan, buys, job.options.verbose, None if result.met else result.sentence)
-        _tell_all(console, lines)
+        print_plan(console, result.plan, speedups, job.options.verbose, None if result.met else result.sentence)
+        tell(console, *lines)
 
     return results, show
 
@@ -236,11 +230,6 @@ def stored(place: Path) -> dict[str, Any]:
         return dict(json.loads(failed.read_bytes()))
     files = {"plan": PLAN_FILE, "report": REPORT_FILE}
     return {name: json.loads((place / file).read_bytes()) for name, file in files.items()}
-
-
-def _tell_all(console: Console, lines: Sequence[str]) -> None:
-    for line in lines:
-        tell(console, line)
 
 
 def proven_in(directory: Path, *folders: str) -> list[Plan]:

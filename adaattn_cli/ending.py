@@ -29,7 +29,6 @@ def ending(
     *,
     argument: str = "file",
     default: object = None,
-    stays: str | None = None,
     kept: Callable[[], str] | None = None,
     wrong: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
@@ -38,8 +37,7 @@ def ending(
     Args:
         argument: Name printed before a file that cannot be read or written.
         default: The file to name if the error names none.
-        stays: Sentence on what is kept, added to such an error; by default what `kept` says.
-        kept: What an interrupted command keeps; None for a command without --resume.
+        kept: What an interrupted command keeps, or one whose disk is full; None for a command without --resume.
         wrong: Errors that mean a mistake in the arguments.
     """
     before = None
@@ -56,9 +54,8 @@ def ending(
     except EvalError as error:
         leave(error)
     except OSError as error:
-        if stays is None:
-            stays = "" if kept is None else kept()
-        leave(DataUnavailable(f"{argument}: {of_file(error, default)}{stays and f'; {stays}'}"))
+        stays = "" if kept is None else f"; {kept()}"
+        leave(DataUnavailable(f"{argument}: {of_file(error, default)}{stays}"))
     except KeyboardInterrupt as error:
         if kept is None:
             raise
@@ -76,8 +73,7 @@ def of_file(error: OSError, default: object) -> str:
 
 def leave(error: EvalError) -> NoReturn:
     """Prints an error on stderr and exits with its code."""
-    for line in f"error: {error}".splitlines():
-        tell(Console(stderr=True, style="red"), line)
+    tell(Console(stderr=True, style="red"), *f"error: {error}".splitlines())
     raise typer.Exit(error.exit_code) from error
 
 

@@ -32,11 +32,8 @@ def run(options: Options) -> Done:
     """Measures, and returns the reports; code 1 if a bound is broken."""
     directory = options.output_dir or Path("results", "eval", f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
     goes_on = f"--resume --output-dir {directory} goes on"
-    with ending(
-        default=directory,
-        stays="finished batches are kept, and --resume goes on with them",
-        kept=lambda: f"finished work is kept in {directory}; the same command with {goes_on}",
-    ):
+    kept = f"finished work is kept in {directory}; the same command with {goes_on}"
+    with ending(default=directory, kept=lambda: kept):
         use_threads(options.threads)
         settings = options.fill(Settings)
         resolve_device(options.device)
@@ -54,8 +51,7 @@ def run(options: Options) -> Done:
 
         with room_or_sentence(no_room):
             reports, broken = _measured(options, settings, directory)
-    for sentence in broken:
-        tell(Console(stderr=True, style="red"), f"quality: {sentence}")
+    tell(Console(stderr=True, style="red"), *(f"quality: {sentence}" for sentence in broken))
     return Done((reports[0] if len(reports) == 1 else reports) if reports else None, int(bool(broken)))
 
 
@@ -68,16 +64,17 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
                     f"{name}: got {value!r} without MODEL; the models in the package have their own text. "
                     "Name a model first: adaattn eval MODEL --data …"
                 )
-        team.join()
-        runs = showcase.runs(settings, options.dtype, options.device)
     else:
-        read_config(options.model, **options.source())  # a wrong name is told before text is looked for
-        runs = _runs(options, settings)
+        corpora.refuse_missing(options.data)
+        read_config(options.model, **options.source())  # a wrong name is told before text is looked for on the Hub
+    group = team.join()
+    runs = showcase.runs(settings, options.dtype, options.device)
+    if not packaged:
+        runs = _runs(options, settings, group.device(options.device))
     reports: list[dict[str, Any]] = []
     broken: list[str] = []
     for label, checkpoint, corpus, chosen, name in runs:
-        leads = team.present().leads
-        with shown_progress(Console(stderr=True), quiet=options.quiet or not leads) as display:
+        with shown_progress(Console(stderr=True), quiet=options.quiet or not group.is_main) as display:
             result = runner.evaluate(
                 checkpoint,
                 corpus,
@@ -92,16 +89,15 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
             kept, sentence = showcase.verdict(result)
             if not kept:
                 broken.append(sentence)
-            elif leads and not options.quiet:  # the table comes at the end
+            elif group.is_main and not options.quiet:  # the table comes at the end
                 tell(Console(stderr=True), sentence)
         reports.append(result)
-        if leads:
+        if group.is_main:
             runner.write_json(directory / name / runner.REPORT, result)
             if (options.verbose or not packaged) and not options.quiet:
                 console.print(report.terminal_table(result, options.verbose))
-    leads = team.present().leads
     team.leave()
-    if not leads:
+    if not group.is_main:
         return [], []
     if packaged and not options.quiet:
         console.print(showcase.table(reports))
@@ -110,7 +106,7 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
     return reports, broken
 
 
-def _runs(options: Options, settings: Settings) -> Iterator[runner.Run]:
+def _runs(options: Options, settings: Settings, device: str | None) -> Iterator[runner.Run]:
     specs = options.data or ("wikitext",)
     texts = [corpora.load(spec, split=options.split) for spec in specs]
     names = [corpus.name for corpus in texts]
@@ -118,7 +114,6 @@ def _runs(options: Options, settings: Settings) -> Iterator[runner.Run]:
         raise UsageError(f"data: got {', '.join(names)}, expected different names: each has a directory")
     for corpus in texts:
         tasks.check(corpus, settings)
-    device = team.device_of(*team.join(), options.device)
     rolls = settings.windows == "rolling" and any(corpus.kind != "lastword" for corpus in texts)
     plans = [plan for _, name, plan, _ in settings.arms if name.startswith("adaattn")]
     loading = options.loading() | {"device": device}

@@ -52,38 +52,29 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 # ---------------- its budgets, and where its plans go
-def nats(budget: str) -> float:
-    """Returns a budget in nats/token: `0.1%` is ln 1.001, `1e-3` or `1e-3nats` itself; ValueError for others."""
-    number, unit = _BUDGET.fullmatch(budget).groups()  # type: ignore[union-attr]
+def read_budget(text: str) -> tuple[str, float]:
+    """Returns a name for a budget's directory, and the budget in nats/token; ValueError for what is none.
+
+    `0.1%` is ln 1.001, in `0.1pct`; `1e-3` or `1e-3nats` is itself, in `0.001nats`.
+    """
+    number, unit = _BUDGET.fullmatch(text).groups()  # type: ignore[union-attr]
     try:
         value = math.log1p(float(number) / 100.0) if unit == "%" else float(number)
     except ValueError as error:
         raise ValueError(
-            f"budget is {budget!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as 1e-3"
+            f"budget is {text!r}, expected a rise of the perplexity such as 0.1% or a loss in nats/token such as 1e-3"
         ) from error
     if not unit and UNITLESS <= value < 1.0:
         raise ValueError(
-            f"budget is {budget!r}, expected a unit: write {number}% (a rise of the perplexity by {number} %) or "
+            f"budget is {text!r}, expected a unit: write {number}% (a rise of the perplexity by {number} %) or "
             f"{number}nats (nats/token, a rise by {allowed(value).lstrip('+')})?"
         )
     if not 0.0 < value < 1.0:
         raise ValueError(
-            f"budget is {budget!r}, expected more than 0 and less than 1 nat/token; a rise of the perplexity has a %, "
+            f"budget is {text!r}, expected more than 0 and less than 1 nat/token; a rise of the perplexity has a %, "
             "such as 1%"
         )
-    return value
-
-
-def folders(budgets: Sequence[str]) -> list[str]:
-    """Returns the directory names of budgets, `0.1pct`, `0.001nats`; ValueError if one is none, or is named twice."""
-    names: list[str] = []
-    for text in budgets:
-        nats(text)  # refuses what is none
-        number, unit = _BUDGET.fullmatch(text).groups()  # type: ignore[union-attr]
-        names.append(f"{float(number):g}{'pct' if unit == '%' else 'nats'}")
-        if names[-1] in names[:-1]:
-            raise ValueError(f"budget is {', '.join(budgets)}, expected each once; leave the second {text} out")
-    return names
+    return f"{float(number):g}{'pct' if unit == '%' else 'nats'}", value
 
 
 def default_plan() -> Path:
@@ -107,7 +98,15 @@ def directory(options: Options, inside: str = "") -> Path:
                 f"output_dir: {target} is the model's own directory, expected one for the plan alone; give "
                 "--in-place to write into the model"
             )
-        _refuse_checkpoint(target)
+        names = (file.name for kind in WEIGHTS for file in sorted(target.glob(kind)))
+        held = [name for name in names if not name.startswith("adaattn_")]
+        if not (target / PLAN_FILE).is_file():
+            held += ["config.json"] * (target / "config.json").is_file()
+        if held:
+            raise UsageError(
+                f"output_dir: {target} holds {held[0]} of a model, whose config.json would be overwritten, expected a "
+                f"directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
+            )
         _refuse_kept(target, "output_dir", "give another directory")
         return target
     if target is not None:
@@ -122,17 +121,22 @@ def directory(options: Options, inside: str = "") -> Path:
     return checkpoint
 
 
-def directories(options: Options) -> list[Path]:
-    """Returns the directory of each budget's plan: of several in subdirectories; raises as `directory`."""
-    names, target = folders(options.budget), directory(options)
-    if len(names) < 2:
-        return [target]
+def directories(options: Options) -> dict[Path, float]:
+    """Returns the budgets in nats/token by their plans' directories, of several in subdirectories; see `directory`."""
+    budgets, target = dict[str, float](), directory(options)
+    for text in options.budget or ("1%" if options.model is None else "0.1%",):
+        name, value = read_budget(text)
+        if name in budgets:
+            raise ValueError(f"budget is {', '.join(options.budget)}, expected each once; leave the second {text} out")
+        budgets[name] = value
+    if len(budgets) == 1:
+        return {target: next(iter(budgets.values()))}
     if options.in_place:
         raise UsageError(
-            f"in_place: got {len(names)} budgets, expected one, since a model carries one plan; leave --in-place "
+            f"in_place: got {len(budgets)} budgets, expected one, since a model carries one plan; leave --in-place "
             "out, and each plan gets a directory of its own"
         )
-    return [directory(options, name) for name in names]
+    return {directory(options, name): budget for name, budget in budgets.items()}
 
 
 def _refuse_kept(target: Path, argument: str, remedy: str) -> None:
@@ -149,16 +153,6 @@ def _refuse_kept(target: Path, argument: str, remedy: str) -> None:
             )
         if file.is_file() and not file.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
             raise UsageError(f"{argument}: {file} is read-only, expected a file that may be replaced; {remedy}")
-
-
-def _refuse_checkpoint(target: Path) -> None:
-    names = [file.name for kind in WEIGHTS for file in sorted(target.glob(kind))]
-    weights = [name for name in names if not name.startswith("adaattn_")]
-    if weights or ((target / "config.json").is_file() and not (target / PLAN_FILE).is_file()):
-        raise UsageError(
-            f"output_dir: {target} holds {weights[0] if weights else 'config.json'} of a model, whose config.json "
-            f"would be overwritten, expected a directory for the plan alone; give another one, {PLAN_DIRECTORY} say"
-        )
 
 
 def refuse_other_plan(target: Path, config: Any, model: Any = None) -> None:
@@ -200,7 +194,7 @@ class Job:
     prices: PriceTable | None
     options: Options
     budgets: Mapping[Path, float] = field(default_factory=dict)
-    known: CalibrationState | None = None
+    earlier: CalibrationState | None = None
     began: float = field(default_factory=time.monotonic)
 
     def outlook(self, stages: Mapping[str, float]) -> list[str]:
@@ -250,12 +244,11 @@ class Job:
         )
 
 
-def job_of(options: Options, target: Path, places: Sequence[Path]) -> Job:
-    """Returns the job for the options; without a model the packaged one, without text its pages.
+def job_of(options: Options, target: Path, budgets: Mapping[Path, float]) -> Job:
+    """Returns the job for the options and budgets; without a model the packaged one, without text its pages.
 
-    `places` are the directories of the plans. Missing text or prices are a ValueError.
+    Missing text or prices are a ValueError.
     """
-    budgets = [nats(one) for one in options.budget or ("1%" if options.model is None else "0.1%",)]
     if options.model is not None and not options.data:
         raise ValueError("data is absent, expected text: --data FILE, a .txt or .jsonl or a directory of them")
     packaged, prices = not options.data, options.prices
@@ -264,7 +257,7 @@ def job_of(options: Options, target: Path, places: Sequence[Path]) -> Job:
             f"prices: {prices} is no file; expected the adaattn_prices.json that an earlier calibration wrote"
         )
     refuse_unknown(options.families)
-    settings = options.fill(CalibrationSettings, budget=budgets[0])
+    settings = options.fill(CalibrationSettings, budget=next(iter(budgets.values())))
     risks = None if options.risks is None else CalibrationState.read(options.risks)
     if risks is not None:
         lengths = {"lengths": options.lengths} if options.lengths else {}
@@ -272,8 +265,7 @@ def job_of(options: Options, target: Path, places: Sequence[Path]) -> Job:
     model, data = options.model or str(demo_model_path("llama")), options.data or (pages_path("calibration"),)
     held_out = options.verify_data or ((pages_path("heldout"),) if packaged else None)
     table = None if prices is None else PriceTable.from_json(prices.read_text(encoding="utf-8"))
-    by_place = dict(zip(places, budgets, strict=True))
-    return Job(model, data, held_out, target, settings, table, options, by_place, risks)
+    return Job(model, data, held_out, target, settings, table, options, budgets, risks)
 
 
 def scoring_of(loaded: Checkpoint, options: Options) -> Objective:

@@ -17,25 +17,25 @@ from adaattn_hf.policy.knapsack import SolverTable
 from .ending import ending, writable
 from .job import default_plan
 from .options import PLAN_DIRECTORY, Done, Options
-from .pictures.headline import REPORT_FILE, Bought, bought, print_plan
+from .pictures.headline import REPORT_FILE, Speedups, print_plan, speedups_beside
 from .pictures.page import explorer, page, plan_page
 
 
 def show(options: Options) -> Done:
     """Prints a plan and draws it, or returns it."""
     with ending(default=options.path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
-        _, plan, buys = _opened(options.path)
+        _, plan, speedups = _opened(options.path)
         if options.html is not None:
-            _draw(options.html, plan_page(plan, buys))
+            _draw(options.html, plan_page(plan, speedups))
     if not options.as_json:
-        print_plan(Console(), plan, buys, options.verbose)
+        print_plan(Console(), plan, speedups, options.verbose)
     return Done(plan.to_json())
 
 
 def explore(options: Options) -> Done:
     """Writes the page, and prints its budgets or returns its data."""
     with ending(default=options.path or PLAN_DIRECTORY, wrong=(PlanError, OSError)):
-        place, plan, buys = _opened(options.path)
+        place, plan, speedups = _opened(options.path)
         report = (place if place.is_dir() else place.parent) / REPORT_FILE
         if not report.is_file():
             raise PlanError(f"{report} does not exist; expected what `adaattn calibrate` leaves beside a plan")
@@ -43,7 +43,7 @@ def explore(options: Options) -> Done:
             content = parse_json(text_file(report))
             if not isinstance(content, dict) or "table" not in content:
                 raise ValueError("it holds no table of risks and prices; calibrate again with this version")
-            data = explorer(SolverTable.from_dict(content["table"]), plan, buys, options.name)
+            data = explorer(SolverTable.from_dict(content["table"]), plan, speedups, options.name or "")
         except ValueError as error:
             raise UsageError(f"{report}: {error}") from error
         _draw(options.html, page(data))
@@ -62,10 +62,10 @@ def explore(options: Options) -> Done:
     return Done()
 
 
-def _opened(path: Path | None) -> tuple[Path, Plan, Bought]:
+def _opened(path: Path | None) -> tuple[Path, Plan, Speedups]:
     """Where a plan lies, the plan, and what the report beside it says of it."""
     place = path or default_plan()
-    return place, Plan.from_pretrained(place), bought(place)
+    return place, Plan.from_pretrained(place), speedups_beside(place)
 
 
 def _draw(target: Path, drawn: str) -> None:

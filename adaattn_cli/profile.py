@@ -31,6 +31,7 @@ def run(options: Options) -> Done:
 
 
 def _recorded(options: Options) -> dict[str, Any]:
+    corpora.refuse_missing(options.data)
     plans = (options.plan, options.against or NO_PLAN)
     name = options.model or demo_model_path("llama")
     checkpoint = load(name, implementation="adaattn", plans=plans, **options.loading())

@@ -34,11 +34,11 @@ def run(options: Options) -> Done:
             plan.tensor_bytes()  # a PlanError where its tensors are lost
             if plan.model_type not in CONFIG_MAPPING:
                 raise PlanError(
-                    f"model_type is {plan.model_type!r}, which no configuration of Transformers has; load the plan in "
-                    "the program, by adaattn_hf.load_plan(model, directory)"
+                    f"plan: its model_type is {plan.model_type!r}, which no configuration of Transformers has; load it "
+                    "in the program, by adaattn_hf.load_plan(model, directory)"
                 )
     except (PlanError, OSError) as error:
-        leave(UsageError(f"plan: {str(error).removeprefix('plan: ')}"))
+        leave(UsageError(str(error)))
     if options.attention not in (None, *adaattn_hf.NAMES):
         leave(UsageError(f"--attention: got {options.attention!r}, expected one of {', '.join(adaattn_hf.NAMES)}"))
     with models_that_load(plan, options.attention):
@@ -50,7 +50,12 @@ def run(options: Options) -> Done:
             sys.path.insert(0, str(Path(words[0]).resolve().parent))  # as `python FILE.py` does
             runpy.run_path(words[0], run_name="__main__")
         else:
-            raise SystemExit(_console_script(words[0])())
+            scripts = importlib.metadata.entry_points(group="console_scripts", name=words[0])
+            if not scripts:
+                expected = f"a file, -m MODULE or a Python program installed in {sys.prefix}"
+                remedy = "Python itself is not named: adaattn run train.py"
+                leave(UsageError(f"command: got {words[0]!r}, expected {expected}; {remedy}"))
+            raise SystemExit(next(iter(scripts)).load()())
     return Done()
 
 
@@ -81,8 +86,10 @@ def models_that_load(plan: Plan | None, attention: str | None) -> Iterator[None]
         if not runs_ours(self):
             return start(self, generation_config, continuous_batching_config, workload_hints)
         with ExitStack() as block:
-            engine = block.enter_context(adaattn_hf.continuous_batching(self))
-            manager = start(self, generation_config, _changed(engine, continuous_batching_config), workload_hints)
+            ours, theirs = block.enter_context(adaattn_hf.continuous_batching(self)), continuous_batching_config
+            fields = () if theirs is None else dataclasses.fields(ContinuousBatchingConfig)
+            changes = {one.name: value for one in fields if (value := getattr(theirs, one.name)) != one.default}
+            manager = start(self, generation_config, dataclasses.replace(ours, **changes), workload_hints)
             until_stopped, stop = block.pop_all(), manager.stop
 
             def stop_and_leave(*args: Any, **kwargs: Any) -> None:
@@ -99,19 +106,3 @@ def models_that_load(plan: Plan | None, attention: str | None) -> Iterator[None]
     finally:
         PreTrainedModel.from_pretrained = load  # type: ignore[method-assign]
         ContinuousMixin.init_continuous_batching = start  # type: ignore[method-assign]
-
-
-def _changed(engine: ContinuousBatchingConfig, theirs: ContinuousBatchingConfig | None) -> ContinuousBatchingConfig:
-    """Our settings of the engine, with what a program changes in its own."""
-    fields = () if theirs is None else dataclasses.fields(ContinuousBatchingConfig)
-    changes = {one.name: value for one in fields if (value := getattr(theirs, one.name)) != one.default}
-    return dataclasses.replace(engine, **changes)
-
-
-def _console_script(name: str) -> Any:
-    scripts = importlib.metadata.entry_points(group="console_scripts", name=name)
-    if not scripts:
-        expected = f"a file, -m MODULE or a Python program installed in {sys.prefix}"
-        remedy = "Python itself is not named: adaattn run train.py"
-        leave(UsageError(f"command: got {name!r}, expected {expected}; {remedy}"))
-    return next(iter(scripts)).load()

@@ -26,8 +26,8 @@ from adaattn_hf.eval.progress import shown_progress, tell
 from adaattn_hf.eval.texts import refuse_repeats
 from adaattn_hf.eval.windows import draw
 from adaattn_hf.patches.checkpoint import Checkpoint, load, placed, read_config, resolve_device
+from adaattn_hf.patches.models.positions import longest_input
 from adaattn_hf.patches.plans.bound import BoundPlan, carried_by
-from adaattn_hf.patches.plans.subject import longest_input
 from adaattn_hf.plans.limits import LEVEL, Gates, most_rounding, unproven, words
 from adaattn_hf.plans.plan import Plan, PlanError, Verified
 from adaattn_hf.plans.store import CONFIG_KEY, PLAN_FILE
@@ -47,8 +47,8 @@ def run(options: Options) -> Done:
     with ending(argument="data", wrong=(ValueError, FileNotFoundError, PlanError)):
         use_threads(options.threads)
         results = prove(options, console)
-    for sentence in results["differing"]:
-        tell(console, f"warning: {sentence}; figures may differ from those of the stored verification")
+    differ = "figures may differ from those of the stored verification"
+    tell(console, *(f"warning: {sentence}; {differ}" for sentence in results["differing"]))
     over = "" if results["cache"] == "model" else f" over a cache in {results['cache']}"
     if not results["verdicts"]:
         tell(console, f"{results['model']}: every layer is exact, and nothing is to be verified")
@@ -61,8 +61,8 @@ def run(options: Options) -> Done:
         console,
         f"limits: perplexity {allowed(used['budget'])} at a level of {in_percent(used['confidence'])}, mean KL "
         f"{in_nats(used['kl'])} nats/token, likeliest token {in_percent(used['top1'], 2)}, needles lost {lost}",
+        f"stored verification: {results['stored_verdict']}",
     )
-    tell(console, f"stored verification: {results['stored_verdict']}")
     return Done(results, int(not results["passed"]))
 
 

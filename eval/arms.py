@@ -23,8 +23,6 @@ from adaattn_hf.attention.stored import BITS, StoredKV, direction_of, mean_of, q
 from adaattn_hf.backends import select
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.bound_layer import BoundLayer
-from adaattn_hf.plans.plan import Plan
-from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
 
 from .windows import TokenWindow
@@ -190,17 +188,6 @@ def over_codes(call: AttentionCall, stored: str) -> AttentionCall:
     values, value_scale = quantise(value, bits=BITS[stored])
     record = StoredKV(key_scale, value_scale, mean, key[:, :, 0].float().contiguous())
     return replace(call, key=keys, value=values, stored=record)
-
-
-def bound_layers_of(plan: Plan, tensors: Mapping[int, LayerTensors]) -> dict[int, BoundLayer]:
-    """Returns the programs of a plan's layers, with tensors by layer index."""
-    return {
-        layer.layer: BoundLayer(
-            layer, tensors.get(layer.layer, LayerTensors()), plan.max_length, exact_steps=plan.exact_steps
-        )
-        for layer in plan.layers
-        if not layer.is_exact
-    }
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adaattn_hf.errors import DataUnavailable, EvalError
+from adaattn_hf.errors import DataUnavailable
 
 from . import wikitext
 from .texts import json_lines, pieces, text_files, text_of
@@ -89,6 +89,33 @@ def text_corpus(texts: Iterable[str], origin: str, name: str) -> Corpus:
     return Corpus(name, "pages", tuple(Document(text, text) for text in texts if text.strip()), origin)
 
 
+def local(spec: str) -> tuple[str, Path]:
+    """The corpus in whose form a file or directory is, empty for plain text, and its path; DataUnavailable if none."""
+    corpus, _, where = spec.partition(":")
+    corpus, path = (corpus, Path(where)) if corpus in HUB else ("", Path(spec))
+    try:
+        if spec and path.exists():
+            return corpus, path
+    except OSError as error:  # a name that is too long, or a directory that may not be entered
+        raise DataUnavailable(f"data: cannot read {path}: {error.strerror}") from error
+    if corpus:
+        raise DataUnavailable(
+            f"data: got {corpus}:{path}, which does not exist, expected a file or directory; correct the "
+            f"path, or pass --data {corpus} to have it through the package datasets"
+        )
+    raise DataUnavailable(
+        f"data: got {spec!r}, which is no file or directory here, expected {', '.join(HUB)}, a path, or "
+        f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"
+    )
+
+
+def refuse_missing(specs: Iterable[str]) -> None:
+    """Refuses (DataUnavailable) files that are not there: at once, before the Hub is waited for or weights are read."""
+    for spec in specs:
+        if spec not in HUB:
+            local(spec)
+
+
 def load(spec: str, *, split: str = "test") -> Corpus:
     """The corpus that one `--data` argument names; DataUnavailable where it is not to be had, or cannot be read.
 
@@ -96,31 +123,17 @@ def load(spec: str, *, split: str = "test") -> Corpus:
     `lambada:PATH` (a file, or a directory of files, in that corpus's form); or the path of a text or `.jsonl` file, or
     of a directory of them.
     """
-    corpus, colon, where = spec.partition(":")
-    in_its_form = corpus in HUB and bool(colon)
-    path = Path(where if in_its_form else spec)
+    corpus, path = ("", Path()) if spec in HUB else local(spec)
     whole = Path(os.path.realpath(path))  # which takes links that lead to themselves as they are
     origin = whole.name  # the name alone: a report speaks of data, not of one machine's directories
     try:
         if spec in HUB:
             return _from_hub(spec, split)
-        if in_its_form and not path.exists():
-            raise DataUnavailable(
-                f"data: got {corpus}:{path}, which does not exist, expected a file or directory; correct the "
-                f"path, or pass --data {corpus} to have it through the package datasets"
-            )
-        if in_its_form and corpus == "lambada":
+        if corpus == "lambada":
             return lastword_corpus(_texts(path, lines=True), origin)
-        if in_its_form:
+        if corpus == "wikitext":
             return wikitext_corpus((page for file in text_files(path) for page in _pages_of(file)), origin)
-        if not spec or not path.exists():
-            raise DataUnavailable(
-                f"data: got {spec!r}, which is no file or directory here, expected {', '.join(HUB)}, a path, or "
-                f"wikitext:PATH or lambada:PATH. Give the path of a text file, or of a .jsonl with a field 'text'"
-            )
         return text_corpus(_texts(path), origin, whole.stem)
-    except EvalError:
-        raise
     except OSError as error:
         raise DataUnavailable(f"data: cannot read {error.filename or path}: {error.strerror or error}") from error
     except ValueError as error:

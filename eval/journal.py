@@ -28,10 +28,10 @@ from adaattn_hf.errors import JournalMismatch
 from adaattn_hf.stats.paired import TokenScores
 from adaattn_hf.stats.stopwatch import Elapsed
 
-from .activation import Counts
-
 VERSION = 2
 NAME = "journal.jsonl"
+Counts = tuple[int, int]
+"""(token, head) pairs of attention calls, and those of them that were not exact."""
 _ARRAYS = {"nll": np.float64, "kl": np.float64, "hit": np.bool_, "agree": np.bool_}
 """Arrays of `TokenScores`; JSON gives every number back to the last bit."""
 

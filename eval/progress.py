@@ -30,9 +30,10 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def tell(console: Console, line: str) -> None:
-    """Prints a line as it is: names in it bring no markup, no colour and no control sequence."""
-    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+def tell(console: Console, *lines: str) -> None:
+    """Prints lines as they are: names in them bring no markup, no colour and no control sequence."""
+    for line in lines:
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -21,18 +21,18 @@ from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.backends.select import BackendRefusal
 from adaattn_hf.errors import ModelUnavailable, UsageError
 from adaattn_hf.patches.cache.caches import AdaAttnCache, check_stored
-from adaattn_hf.patches.checkpoint import Checkpoint
-from adaattn_hf.patches.checkpoint import arms as copies
+from adaattn_hf.patches.checkpoint import Checkpoint, with_attention
 from adaattn_hf.patches.models.cache_keyword import with_cache
+from adaattn_hf.patches.observe.monitoring import monitoring, statistics
 from adaattn_hf.patches.plans.attach import plan_of
 from adaattn_hf.patches.plans.hashes import weight_hash
 from adaattn_hf.plans.plan import PlanError
 from adaattn_hf.stats.paired import TokenScores, joined, score_tokens
 from adaattn_hf.stats.stopwatch import timed
 
-from . import activation, summary, tasks, team, timing
+from . import summary, tasks, team, timing
 from .corpora import Corpus
-from .journal import BatchRecord, Journal
+from .journal import BatchRecord, Counts, Journal
 from .progress import silent
 from .provenance import provenance
 from .settings import Settings
@@ -41,6 +41,8 @@ from .windows import TokenWindow
 _ROWS = 64
 """Rows of logits that are taken to float64 at a time: 64 x 50k x 8 bytes = 26 MB per arm."""
 _CHUNK_BATCHES = 16
+WATCHED_BATCHES = 32
+"""Most batches, spread evenly over a run, on which it is counted what is not exact, in passes that are not timed."""
 FORMAT = 1
 REPORT = "report.json"
 Keywords = dict[str, torch.Tensor]
@@ -52,10 +54,9 @@ Batch = tuple[Keywords, tuple[int, ...]]
 def plan_batches(windows: Sequence[TokenWindow], batch_size: int, padding: str = "none") -> list[list[int]]:
     """Indices of the windows of each batch.
 
-    Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing
-    is masked and documents are still finished in order. With padding a batch is the next `batch_size`
-    windows, as they come. The plan depends on the windows and these settings alone, never on where a run was
-    interrupted.
+    Without padding a batch holds windows of one length, gathered from a stretch of the text, so that nothing is masked
+    and documents are still finished in order. With padding a batch is the next `batch_size` windows, as they come. The
+    plan depends on the windows and these settings alone, never on where a run was interrupted.
     """
     if padding != "none":
         return [list(range(i, min(i + batch_size, len(windows)))) for i in range(0, len(windows), batch_size)]
@@ -115,6 +116,19 @@ def score(logits: Sequence[torch.Tensor], windows: Sequence[TokenWindow], offset
     row, column, targets = (torch.from_numpy(np.concatenate(one)).to(logits[0].device) for one in places)
     parts = zip(row.split(_ROWS), column.split(_ROWS), targets.split(_ROWS), strict=True)
     return joined([score_tokens([arm[r, c] for arm in logits], t) for r, c, t in parts])
+
+
+def is_watched(batch: int, batches: int) -> bool:
+    """Whether a batch is one of those on which it is counted what is not exact."""
+    return batch % max(1, -(-batches // WATCHED_BATCHES)) == 0
+
+
+def watch(model: Any, call: Callable[[], object]) -> Counts:
+    """The pairs of one forward pass of a model that carries a plan."""
+    with monitoring(model, sample_rows=False):
+        call()
+    layers = statistics(model)
+    return sum(layer["pairs"] for layer in layers), sum(layer["changed"] for layer in layers)
 
 
 class Arm(NamedTuple):
@@ -193,10 +207,9 @@ def measure(
         logits, elapsed = [list[Any]([None]) * len(arms) for _ in range(2)]
         for at in timing.turn(len(arms), index):
             logits[at], elapsed[at] = timed(logits_of(arms[at], keywords, settings.streaming), device)
-        watched = activation.is_watched(index, len(batches))
+        watched = is_watched(index, len(batches))
         counts = tuple(
-            activation.watch(arm.model, logits_of(arm, keywords, False)) if arm.plan and watched else None
-            for arm in arms
+            watch(arm.model, logits_of(arm, keywords, False)) if arm.plan and watched else None for arm in arms
         )
         return BatchRecord(score(logits, [windows[w] for w in batches[index]], offsets), tuple(elapsed), counts)
 
@@ -208,18 +221,18 @@ def measure(
             raise ModelUnavailable(f"attention implementation: {error}") from error
         return {"peak_bytes": most, "counted": how, "batch_shape": list(keywords["input_ids"].shape)}
 
-    crew = team.present()
-    with Journal(output if crew.leads else None, fingerprint, resume=resume) as journal:
+    group = team.present()
+    with Journal(output if group.is_main else None, fingerprint, resume=resume) as journal:
         largest, _ = inputs_of(
             max(batches, key=lambda batch: len(batch) * max(len(windows[w].input_ids) for w in batch))
         )
         memory = [peak(arm, largest) for arm in arms]
-        journal.records = crew.tell(journal.records)
+        journal.records = group.broadcast(journal.records)
         done = sum(sizes[index] for index in journal.records)
         progress(done, sum(sizes))
         # of several processes each runs every n-th batch, all know every record
         missing = [index for index in range(len(batches)) if index not in journal.records]
-        for index, batch_record in zip(missing, crew.work(missing, record), strict=True):
+        for index, batch_record in zip(missing, group.work(missing, record), strict=True):
             journal.append(index, batch_record)
             done += sizes[index]
             progress(done, sum(sizes))
@@ -254,7 +267,7 @@ def measure(
         "quality": summary.quality(task, scores, of_window, of_document, roles, corpus.kind),
         "activation": per_arm(
             [
-                activation.rate(arm.implementation, arm.plan is not None, [one.activation[i] for one in records])
+                summary.activation(arm.implementation, arm.plan is not None, [one.activation[i] for one in records])
                 for i, arm in enumerate(arms)
             ]
         ),
@@ -264,7 +277,7 @@ def measure(
         },
         "provenance": provenance(device),
     }
-    if output is not None and crew.leads:
+    if output is not None and group.is_main:
         write_json(output / REPORT, report)
     return Measured(report, scores, of_document, records)
 
@@ -275,24 +288,21 @@ def evaluate(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, **how: 
 
 
 def _arms(checkpoint: Checkpoint, settings: Settings, context: int) -> list[Arm]:
-    _, names, plans, _ = zip(*settings.arms, strict=True)
-    models = copies(checkpoint, names, plans)
-    if settings.cache is not None:
-        try:
-            check_stored(models[1], settings.cache, settings.streaming)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-    if settings.streaming:
-        tested = plan_of(models[1])
-        limit = 0 if tested is None else tested.max_length
-        if context > limit:
-            raise UsageError(
-                f"streaming: got windows of {context} tokens and a plan that speaks for {limit}, expected "
-                f"--context {limit} or less"
-            )
     arms = []
-    for model, (role, name, path, cache) in zip(models, settings.arms, strict=True):
+    for role, name, path, cache in settings.arms:
+        model = with_attention(checkpoint, name, path)
         entry, plan = None, plan_of(model) if name.startswith("adaattn") else None
+        if role == "tested" and cache is not None:
+            try:
+                check_stored(model, cache, settings.streaming)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+            limit = 0 if plan is None else plan.max_length
+            if settings.streaming and context > limit:
+                raise UsageError(
+                    f"streaming: got windows of {context} tokens and a plan that speaks for {limit}, expected "
+                    f"--context {limit} or less"
+                )
         if plan is not None:
             digest = hashlib.sha256(json.dumps(plan.to_dict(), sort_keys=True).encode()).hexdigest()
             entry = {"path": path or "in the model's configuration", "sha256": digest, "budget": plan.budget}

@@ -16,7 +16,7 @@ from scipy import stats
 
 from adaattn_hf.stats.paired import Flag, Float, TokenScores, clustered_ratio, joined
 
-from .journal import BatchRecord
+from .journal import BatchRecord, Counts
 from .perplexity import totals
 from .tasks import Task
 from .timing import ratio_summary
@@ -155,6 +155,25 @@ def quality(
 def _ratio(difference: Mapping[str, Any]) -> dict[str, float | None]:
     keys = {"value": "mean", "low": "low", "high": "high", "upper": "upper"}
     return {name: None if (value := difference[key]) is None else math.exp(value) for name, key in keys.items()}
+
+
+def activation(implementation: str, planned: bool, counted: Sequence[Counts | None]) -> dict[str, Any]:
+    """An arm's share of (token, head) pairs in which anything but exact attention ran, or why it has no such rate.
+
+    A short evaluation of a plan for long contexts may never leave the exact path, and then proves nothing about the
+    plan. Pairs are `counted` by batch, None for one that was not watched.
+    """
+    watched = [counts for counts in counted if counts is not None]
+    pairs, changed = (sum(counts[place] for counts in watched) for place in (0, 1))
+    entry: dict[str, Any] = dict.fromkeys(("rate", "reason", "pairs", "batches"))
+    if not implementation.startswith("adaattn"):
+        return {**entry, "reason": "it is not the plug-in's"}
+    if not planned:
+        why = "the model carries no plan, and without one nothing but exact attention runs"
+        return {**entry, "rate": 0.0, "reason": why}
+    if not pairs:
+        return {**entry, "reason": "no attention call was counted"}
+    return {"rate": changed / pairs, "reason": None, "pairs": pairs, "batches": len(watched)}
 
 
 def speed(records: Sequence[BatchRecord], tokens: int) -> list[dict[str, Any]]:

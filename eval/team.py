@@ -27,9 +27,14 @@ class Team:
     size: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the process that writes files and messages."""
         return self.rank == 0
+
+    def device(self, named: str | None) -> str | None:
+        """Returns the device of this process: that which is `named`, or of several processes on GPUs one for each."""
+        each = self.size > 1 and named in (None, "cuda") and torch.cuda.is_available()
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if each else named
 
     def work(self, items: Sequence[S], do: Callable[[S], T]) -> Iterator[T]:
         """Yields the results for some items in their order, in every process; each works on every `size`-th.
@@ -46,7 +51,7 @@ class Team:
             dist.all_gather_object(parts, results)
             yield from (parts[index % self.size][0] for index in range(start, stop))
 
-    def tell(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Returns the first process's value in all processes."""
         if self.size == 1:
             return value
@@ -63,17 +68,11 @@ def present() -> Team:
     return Team()
 
 
-def join() -> tuple[Team, int]:
-    """Joins the processes of `accelerate launch` or `torchrun`, if any; returns the team and the local rank."""
+def join() -> Team:
+    """Joins the processes of `accelerate launch` or `torchrun`, if any; returns the team."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")
-    return present(), int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def device_of(team: Team, local_rank: int, named: str | None) -> str | None:
-    """Returns the device of a process: the one that is `named`, or of several processes on GPUs, one for each."""
-    each = team.size > 1 and named in (None, "cuda") and torch.cuda.is_available()
-    return f"cuda:{local_rank}" if each else named
+    return present()
 
 
 def leave() -> None:

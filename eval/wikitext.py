@@ -1,10 +1,8 @@
-"""WikiText by lm-evaluation-harness's rules: pages, the words and bytes that are counted, and the text that
-is read.
+"""WikiText by lm-evaluation-harness's rules: pages, the words and bytes that are counted, the text that is read.
 
-Three rules decide the figures. A page is an article. Its words and bytes are counted in the page *as it
-came*, before
-detokenisation: `len(re.split(r"\\s+", page))` words (which counts the empty strings at both ends) and the
-length of its UTF-8. The model reads the detokenised page.
+Three rules decide the figures. A page is an article. Its words and bytes are counted in the page *as it came*, before
+detokenisation: `len(re.split(r"\\s+", page))` words (which counts the empty strings at both ends) and the length of its
+UTF-8. The model reads the detokenised page.
 """
 
 from __future__ import annotations

@@ -96,8 +96,7 @@ def rolling(tokens: Sequence[int], context: int, stride: int, prefix: int, docum
     """Windows of `rolling`: all tokens are scored, each once.
 
     With `stride == context` they are the disjoint windows of lm-evaluation-harness's `loglikelihood_rolling`
-    (`get_rolling_token_windows(context_len=1)`); a smaller stride is its `context_len = context - stride +
-    1`.
+    (`get_rolling_token_windows(context_len=1)`); a smaller stride is its `context_len = context - stride + 1`.
     """
     check(context, stride)
     first = tokens[:context]
@@ -179,8 +178,7 @@ def split_passage(passage: str) -> tuple[str, str]:
 def causal_window(tokenizer: Any, passage: str, context: int, document: int, prefix: int | None = None) -> TokenWindow:
     """The window of one passage for a causal LM, tokenised as lm-evaluation-harness does.
 
-    The passage is tokenised whole, the prompt alone, and the target is what the whole has beyond the prompt's
-    length.
+    The passage is tokenised whole, the prompt alone, and the target is what the whole has beyond the prompt's length.
     """
     prompt, target = split_passage(passage)
     kept = prompt.rstrip()

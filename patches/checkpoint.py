@@ -68,19 +68,12 @@ class Checkpoint:
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text, without special tokens."""
-        return encoded(self.tokenizer, text)
+        return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids  # type: ignore[no-any-return]
 
     def pad_token(self) -> int:
         """Returns the token for padding (which is masked): the tokenizer's, else EOS, else 0."""
-        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
-            if token is not None:
-                return int(token)
-        return 0
-
-
-def encoded(tokenizer: Any, text: str) -> list[int]:
-    """Returns the token ids of a text, without special tokens."""
-    return tokenizer(text, add_special_tokens=False, verbose=False).input_ids  # type: ignore[no-any-return]
+        tokens = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        return next(int(token) for token in tokens if token is not None)
 
 
 def resolve_dtype(name: str) -> torch.dtype | str:
@@ -102,10 +95,8 @@ def dtype_for(dtype: str | None, plans: Sequence[str | None], config: Any, defau
     for plan in plans:
         if plan == NO_PLAN or (plan is None and carried is None):
             continue
-        try:
+        with _binding(plan):
             planned = (Plan.from_dict(carried) if plan is None else Plan.from_pretrained(plan)).dtype
-        except (PlanError, OSError) as error:
-            raise ModelUnavailable(f"plan: {plan!r}: {str(error).removeprefix('plan: ')}") from error
         kind = resolve_dtype(dtype or planned)
         if ((config.dtype or torch.float32) if kind == "auto" else kind) is not DTYPES[planned]:
             remedy = f"give --dtype {planned}, or leave --dtype out" if user_dtype else "give plans of one dtype"
@@ -209,13 +200,6 @@ def read_config(model: str | Path, **source: Any) -> Any:
         return tf.AutoConfig.from_pretrained(model, **source)
 
 
-def read_tokenizer(name: str | Path, **source: Any) -> Any:
-    """Returns the tokenizer of a checkpoint, else ModelUnavailable."""
-    remedy = "put a tokenizer's files there, or name another one by --tokenizer where a command takes it"
-    with _reading(lambda error: f"tokenizer: cannot load {str(name)!r}: {why_not(name, error)}; {remedy}"):
-        return tf.AutoTokenizer.from_pretrained(name, **source)
-
-
 @contextmanager
 def _reading(sentence: Callable[[Exception], str]) -> Iterator[None]:
     # files of a checkpoint are read by Transformers; memory that is full is no fault of theirs
@@ -255,7 +239,10 @@ def load(
     config = read_config(model, **source)
     torch_dtype = resolve_dtype(dtype_for(dtype, plans, config, "float32"))
     kind = _objective(config, objective, name)
-    tokens = read_tokenizer(tokenizer or model, **(elsewhere if tokenizer else source))
+    named, place = tokenizer or model, elsewhere if tokenizer else source
+    remedy = "put a tokenizer's files there, or name another one by --tokenizer where a command takes it"
+    with _reading(lambda error: f"tokenizer: cannot load {str(named)!r}: {why_not(named, error)}; {remedy}"):
+        tokens = tf.AutoTokenizer.from_pretrained(named, **place)
     if prefixed and kind != "masked":
         prefix_token(tokens, name)
     auto: Any = tf.AutoModelForMaskedLM if kind == "masked" else tf.AutoModelForCausalLM
@@ -328,32 +315,26 @@ NO_PLAN = "none"
 """Given in place of a plan: run without the plan that the model carries."""
 
 
-def arms(
-    checkpoint: Checkpoint, implementations: Sequence[str], plans: Sequence[str | None] | None = None
-) -> list[Any]:
-    """Returns one model per attention implementation, all sharing the checkpoint's parameters.
+def with_attention(checkpoint: Checkpoint, implementation: str, plan: str | None = None) -> Any:
+    """Returns a model (an arm of a comparison) with another attention implementation and the checkpoint's parameters.
 
-    Each model (arm) has its own modules, configuration and buffers, so that no arm can affect another; the parameters
-    are the same tensors, held in memory once. A plan is a file or directory, `NO_PLAN`, or None for the model's own.
+    It has its own modules, configuration and buffers, so that no arm can affect another; the parameters are the same
+    tensors, held in memory once. A plan is a file or directory, `NO_PLAN`, or None for the model's own.
     ModelUnavailable for an implementation that is unknown or refused, or a plan of another model.
     """
     names = known_implementations()
-    models = []
-    for implementation, plan in zip(implementations, plans or [None] * len(implementations), strict=True):
-        if implementation not in names and "/" not in implementation:
-            raise ModelUnavailable(unknown("attention implementation", implementation, names))
-        _refuse_impossible(implementation)
-        shared = {id(p): p for p in checkpoint.model.parameters()}
-        arm = copy.deepcopy(checkpoint.model, shared)
-        try:
-            arm.set_attn_implementation(implementation)
-        except (ValueError, ImportError, NotImplementedError) as error:
-            raise ModelUnavailable(
-                f"attention implementation: {checkpoint.name} refuses {implementation!r}: {_first_line(error)}"
-            ) from error
-        give_plan(arm, plan)
-        models.append(arm.eval())
-    return models
+    if implementation not in names and "/" not in implementation:
+        raise ModelUnavailable(unknown("attention implementation", implementation, names))
+    _refuse_impossible(implementation)
+    model = copy.deepcopy(checkpoint.model, {id(p): p for p in checkpoint.model.parameters()})
+    try:
+        model.set_attn_implementation(implementation)
+    except (ValueError, ImportError, NotImplementedError) as error:
+        raise ModelUnavailable(
+            f"attention implementation: {checkpoint.name} refuses {implementation!r}: {_first_line(error)}"
+        ) from error
+    give_plan(model, plan)
+    return model.eval()
 
 
 def give_plan(model: Any, plan: str | None) -> None:
@@ -361,12 +342,18 @@ def give_plan(model: Any, plan: str | None) -> None:
 
     ModelUnavailable: it cannot be read, or is that of another model.
     """
-    try:
+    with _binding(plan):
         if plan == NO_PLAN:
             remove_plan(model)
         elif plan is None:
             load_carried(model)
         else:
             load_plan(model, plan)
+
+
+@contextmanager
+def _binding(plan: str | None) -> Iterator[None]:
+    try:
+        yield
     except (PlanError, OSError) as error:
         raise ModelUnavailable(f"plan: {plan!r}: {str(error).removeprefix('plan: ')}") from error

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache, StaticCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
 
 from .cache_text import STOCK, Arm, read
+from .front import jobs
 
 TRIED = (ImportError, ValueError, RuntimeError, AttributeError, AssertionError, TypeError, KeyError)
 """What other libraries raise beside versions that they do not know, and devices that are full."""
@@ -97,12 +98,7 @@ SHAPES = {
 def shaped(shape: str, device: torch.device) -> Any:
     """A model of SHAPES in bfloat16, made on the device."""
     llama = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8}
-    sizes: dict[str, Any] = llama | SHAPES[shape][1]
-    config = LlamaConfig(**sizes, max_position_embeddings=1 << 18)
-    torch.manual_seed(0)
-    with device:
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    return model.eval().to(device)
+    return jobs.shaped({**llama, **SHAPES[shape][1], "max_position_embeddings": 1 << 18}, device)
 
 
 def weights_read(model: Any) -> int:

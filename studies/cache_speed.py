@@ -19,6 +19,7 @@ from adaattn_hf.stats.stopwatch import timed
 
 from .cache_arms import OURS, TRIED
 from .cache_text import Arm
+from .front.jobs import filled
 
 MARGIN = 0.05
 """Share by which a cache may hold more or less than `explain` foretells."""
@@ -61,21 +62,6 @@ def held_bytes(cache: Any) -> int:
 
 
 @torch.no_grad()
-def filled(arm: Arm, model: Any, batch: int, length: int, room: int) -> Any:
-    """A cache that holds random keys and values of so many tokens."""
-    config = model.config
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    generator = torch.Generator(model.device).manual_seed(0)
-    model.set_attn_implementation(arm.implementation)
-    cache = arm.make(model, room)
-    shape = (batch, config.num_key_value_heads, max(1, int(length * arm.keep)), dim)
-    key = torch.randn(shape, generator=generator, device=model.device, dtype=model.dtype)
-    for layer in range(config.num_hidden_layers):
-        cache.update(key.clone(), key.clone(), layer)
-    return cache
-
-
-@torch.no_grad()
 def speed(
     model: Any,
     arms: Sequence[Arm],
@@ -115,7 +101,8 @@ def speed(
                     continue
                 try:
                     if number < 0:
-                        caches[arm.name] = filled(arm, model, batch, length, room)
+                        model.set_attn_implementation(arm.implementation)
+                        caches[arm.name] = filled(model, arm.make, batch, max(1, int(length * arm.keep)), room)
                         row["bytes_per_token"] = held_bytes(caches[arm.name]) / (batch * length)
                         if alone:
                             torch.cuda.reset_peak_memory_stats(device)

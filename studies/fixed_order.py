@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.calibration import calibrate, proof
 from adaattn_hf.calibration.inputs import Run, open_inputs
-from adaattn_hf.calibration.layers import bound_layers
+from adaattn_hf.calibration.layers import bound_layers, make_plan
 from adaattn_hf.calibration.measure import measure
 from adaattn_hf.calibration.passes import stock_distance
 from adaattn_hf.calibration.proof import Evidence
@@ -74,7 +74,7 @@ def measured() -> dict[str, Any]:
     candidates, *_ = ladder(replace(measurement, rounding=rounding), {}, Gates(SETTINGS.budget), flips, [])
     losses = []
     for one in candidates:
-        tap = plan_tap(bound_layers(measurement, one.way.allocation.picks))
+        tap = plan_tap(bound_layers(measurement, make_plan(measurement, one.way.allocation.picks)))
         scores, _ = inputs.score(tap, inputs.samples[length]["held_out"], seed=1)
         losses.append([float(one.delta.mean()) for one in scores])
     return {"losses": losses, "length": length, "provenance": provenance(torch.device("cpu"))}
@@ -105,6 +105,7 @@ def returned(losses: Losses, budget: float, stops: bool = True) -> int:
     rungs = [tuple(map(rung, range(len(losses))))] if stops else [(rung(at),) for at in range(len(losses))]
     best, gates = -1, Gates(budget, rounding=1.0)
     with (
+        mock.patch.object(proof, "make_plan", lambda _, picks: picks),
         mock.patch.object(proof, "bound_layers", lambda _, picks: {"at": picks}),
         mock.patch.object(proof, "activation", return_value=(1.0, 1.0)),
         mock.patch.object(proof, "stored_tap", lambda bound, stored: bound["at"]),

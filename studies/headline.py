@@ -16,9 +16,8 @@ from adaattn_hf._files import write_atomically
 from adaattn_hf.errors import UsageError
 
 from .front.page import ROWS, TEXTS, bars, checked, every_arm, gains, of_texts
-from .headline_peers import peers
 from .headline_picture import badge, draw
-from .headline_tables import kept, rates, real
+from .headline_tables import kept, peers, rates, real
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

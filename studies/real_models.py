@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaattn_cli.job import nats
+from adaattn_cli.job import read_budget
 from adaattn_cli.options import tokens
 from adaattn_hf import prepare, restore, use_plan
 from adaattn_hf._files import json_text, write_atomically
 from adaattn_hf.calibration.calibrate import choose_and_verify, save_plan
 from adaattn_hf.calibration.inputs import Run, open_inputs
-from adaattn_hf.calibration.layers import Measurement, picks_of
+from adaattn_hf.calibration.layers import Measurement, bound_layers, picks_of
 from adaattn_hf.calibration.measure import forecast, measure
 from adaattn_hf.calibration.proof import Evidence
 from adaattn_hf.calibration.settings import CalibrationSettings
-from adaattn_hf.eval.arms import bound_layers_of, plan_tap
+from adaattn_hf.eval.arms import plan_tap
 from adaattn_hf.eval.provenance import provenance
 from adaattn_hf.eval.timing import spread, turn
 from adaattn_hf.eval.windows import TokenSequence, draw
@@ -44,9 +44,7 @@ from adaattn_hf.plans.store import PLAN_FILE
 from adaattn_hf.policy.prices import PriceTable
 from adaattn_hf.stats.stopwatch import timed
 
-from .budget.held_out import ratio, scores
-from .budget.pairs import fewer_pairs
-from .budget.speed import attention_seconds
+from .budget import attention_seconds, fewer_pairs, ratio, scores
 from .cache_arms import SHAPES, shaped
 from .real_page import write_page
 
@@ -125,9 +123,8 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
         return list(files.values())
     # decode steps are priced as they are captured
     words = {"captured": study.device.type == "cuda"} | more
-    wanted = {
-        budget: CalibrationSettings(budget=nats(budget), lengths=(length,), seed=seed, **words) for budget in missing
-    }
+    words |= {"lengths": (length,), "seed": seed}
+    wanted = {budget: CalibrationSettings(budget=read_budget(budget)[1], **words) for budget in missing}
     remove_plan(study.model)
     inputs = open_inputs(
         study.model, study.encode, study.sources["calibration"], wanted[missing[0]],
@@ -137,7 +134,7 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
     measurement = measure(inputs, prices=study.prices)
     measuring, highest = time.perf_counter() - started, peak()
     proven: list[Plan] = []
-    for budget in sorted(missing, key=nats):
+    for budget in sorted(missing, key=lambda budget: wanted[budget].budget):
         peak, started = _peak(study.device), time.perf_counter()
         result = choose_and_verify(measurement, wanted[budget], proven)
         proven += [result.plan] * result.met
@@ -176,7 +173,7 @@ def _found(study: Study, measurement: Measurement, plan: Plan, seed: int) -> dic
     if study.random:
         return found
     third = study.third if length <= LONG else max(study.third // 2, 2)
-    tap = plan_tap(bound_layers_of(plan, measurement.layers.tensors))
+    tap = plan_tap(bound_layers(measurement, plan))
     drawn = study.drawn(length, third, seed)
     evidence = Evidence.of(drawn, measurement.inputs.score(tap, drawn, seed=0)[0])
     return {**found, "picks": labels, "third": {**scores(evidence), "sequences": third}}

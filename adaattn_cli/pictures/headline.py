@@ -37,14 +37,14 @@ NAMED_COLUMNS = 5
 
 
 @dataclass(frozen=True)
-class Bought:
+class Speedups:
     """What a plan buys where it was made: how many times as fast passes (least, most) and attention are, if known."""
 
     whole: tuple[float, float] | None = None
     attention: float | None = None
 
     @classmethod
-    def of(cls, report: Mapping[str, Any]) -> Bought:
+    def of(cls, report: Mapping[str, Any]) -> Speedups:
         """Returns what a report says; PlanError if a figure in it is none."""
         passes = report.get("whole_forward", [])
         if not isinstance(passes, list) or not all(isinstance(one, Mapping) for one in passes):
@@ -55,7 +55,10 @@ class Bought:
         return cls((min(ratios), max(ratios)) if ratios else None, quotient([exact], [price]))
 
 
-def bought(plan: Path) -> Bought:
+UNMEASURED = Speedups()
+
+
+def speedups_beside(plan: Path) -> Speedups:
     """Returns what the report beside a plan, its file or directory, says of it; PlanError if it is no report.
 
     Nothing where there is no report, or one of another plan.
@@ -63,17 +66,13 @@ def bought(plan: Path) -> Bought:
     directory = plan if plan.is_dir() else plan.parent
     report, file = directory / REPORT_FILE, plan / PLAN_FILE if plan.is_dir() else plan
     if not report.is_file() or not file.is_file():
-        return Bought()
+        return UNMEASURED
     try:
         content = parse_json(text_file(report))
+        named = content.get(PLAN_HASH) if isinstance(content, Mapping) else None
+        return Speedups.of(content) if named == digest(file.read_bytes()) else UNMEASURED
     except ValueError as error:
         raise PlanError(f"{report} is no report: {error}; delete it, or calibrate again") from error
-    if not isinstance(content, Mapping) or content.get(PLAN_HASH) != digest(file.read_bytes()):
-        return Bought()
-    try:
-        return Bought.of(content)
-    except PlanError as error:
-        raise PlanError(f"{report}: {error}; delete it, or calibrate again") from error
 
 
 def digest(plan: bytes) -> str:
@@ -87,10 +86,10 @@ def name_of(plan: Plan) -> str:
     return printable(name if isinstance(name, str) and name else plan.model_type)
 
 
-def headline(plan: Plan, buys: Bought | None = None) -> str:
+def headline(plan: Plan, speedups: Speedups = UNMEASURED) -> str:
     """Returns what a plan was verified to cost, and what it buys: `perplexity +0.51 %, at most +0.90 %, …`."""
     rests = "" if plan.is_exact or unproven(plan) else f" ({grounds(plan)})"
-    words = [cost(plan) + rests, ", ".join(_speeds(plan, buys or Bought()))]
+    words = [cost(plan) + rests, ", ".join(_speeds(plan, speedups))]
     cache = plan.protocol.get("cache")
     part = cache.get("share") if isinstance(cache, Mapping) and not unproven(plan) else None
     if isinstance(part, int | float) and math.isfinite(part):
@@ -98,18 +97,18 @@ def headline(plan: Plan, buys: Bought | None = None) -> str:
     return " · ".join(filter(None, words))
 
 
-def verdict(plan: Plan, buys: Bought | None = None) -> str:
+def verdict(plan: Plan, speedups: Speedups = UNMEASURED) -> str:
     """Returns the part of the headline that fits on one large line: its cost, and the speed of the whole model."""
-    return " · ".join([cost(plan), *_speeds(plan, buys or Bought())[:1]])
+    return " · ".join([cost(plan), *_speeds(plan, speedups)[:1]])
 
 
-def _speeds(plan: Plan, buys: Bought) -> list[str]:
-    attention = buys.attention or (speed_of(plan) if plan.units else None)
-    if plan.is_exact or (attention is None and buys.whole is None):
+def _speeds(plan: Plan, speedups: Speedups) -> list[str]:
+    attention = speedups.attention or (speed_of(plan) if plan.units else None)
+    if plan.is_exact or (attention is None and speedups.whole is None):
         return []
-    if buys.whole is None:
+    if speedups.whole is None:
         return [f"attention {times(attention)} times as fast"]
-    low, high = (times(one) for one in buys.whole)
+    low, high = (times(one) for one in speedups.whole)
     settings = plan.protocol.get("settings")
     of = "whole step" if isinstance(settings, Mapping) and settings.get("aim") == "step" else "whole model"
     return [f"{of} {low if low == high else f'{low} to {high}'} times as fast", f"attention {times(attention)}"]
@@ -242,14 +241,13 @@ def _codes(choices: Sequence[Sequence[Choice]]) -> dict[Choice, str]:
     return dict(zip(dict.fromkeys((EXACT, *itertools.chain(*choices))), letters, strict=False))
 
 
-def print_plan(console: Console, plan: Plan, buys: Bought, verbose: bool, instead: str | None = None) -> None:
+def print_plan(console: Console, plan: Plan, speedups: Speedups, verbose: bool, instead: str | None = None) -> None:
     """Prints a plan: in one line what it comes to, then its picture and what its labels mean.
 
     `verbose` prints nats, levels and versions, too; `instead` is said in place of the headline, where no plan passed.
     """
-    tell(console, f"{name_of(plan)}: {instead or headline(plan, buys)}")
+    tell(console, f"{name_of(plan)}: {instead or headline(plan, speedups)}")
     if not plan.is_exact:
         tell(console, "layers by key/value heads")
         console.print(heat_map(plan))
-    for line in (*below(plan), *(details(plan) if verbose else ())):
-        tell(console, line)
+    tell(console, *below(plan), *(details(plan) if verbose else ()))

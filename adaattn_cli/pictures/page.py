@@ -16,7 +16,7 @@ from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.wording import allowed, legend, quotient
 from adaattn_hf.policy.knapsack import SolverTable, evaluate, shared_prices, worst_length
 
-from .headline import Bought, details, grid, grounds, layers_of, name_of, notes, speed_of, verdict
+from .headline import UNMEASURED, Speedups, details, grid, grounds, layers_of, name_of, notes, speed_of, verdict
 
 BUDGETS = tuple(math.log1p(lead * 10.0**power) for power in range(-5, 0) for lead in (1, 1.5, 2, 3, 5, 7))
 """Budgets on the page's slider, nats/token: perplexity increases of 0.001 % to 70 %."""
@@ -36,7 +36,7 @@ def page(data: Mapping[str, Any]) -> str:
     return filled("adaattn_cli.pictures", "plan.html", data)
 
 
-def plan_page(plan: Plan, buys: Bought | None = None) -> str:
+def plan_page(plan: Plan, speedups: Speedups = UNMEASURED) -> str:
     """Returns the page of one plan, with what the report beside it says that it buys."""
     rows, choices = layers_of(plan), grid(plan)
     labels = list(dict.fromkeys((EXACT, *(choice for row in choices for choice in row))))
@@ -56,7 +56,7 @@ def plan_page(plan: Plan, buys: Bought | None = None) -> str:
             "rows": rows,
             "width": width,
             "choices": [choice.label for choice in labels],
-            "stops": [{**stop, "verdict": verdict(plan, buys), "proof": proof(plan)}],
+            "stops": [{**stop, "verdict": verdict(plan, speedups), "proof": proof(plan)}],
             "start": 0,
             "offers": None,
         }
@@ -91,10 +91,10 @@ def _stop(
     }  # fmt: skip
 
 
-def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: str | None = None) -> dict[str, Any]:
+def explorer(table: SolverTable, plan: Plan, speedups: Speedups = UNMEASURED, name: str = "") -> dict[str, Any]:
     """Returns the data of a calibration's page: the solver's plan at every budget, and the plan that was verified.
 
-    The report beside it says what it `buys`; `name` is that of the model in the heading, the plan's own if absent.
+    The report beside it has its `speedups`; `name` is that of the model in the heading, the plan's own if absent.
     """
     exact = np.zeros(len(table.units), dtype=np.int64)
     base = evaluate(exact, table.prices, table.risks, table.launches).price
@@ -125,7 +125,7 @@ def explorer(table: SolverTable, plan: Plan, buys: Bought | None = None, name: s
             )
         picks = np.array([table.choices.index(chosen.get(unit, table.choices[0])) for unit in table.units])
         stop = solved(f"your plan, allowed {allowed(plan.budget)}", picks)
-        stop |= {"verdict": verdict(plan, buys), "proof": proof(plan)}
+        stop |= {"verdict": verdict(plan, speedups), "proof": proof(plan)}
         start = next((at for at, other in enumerate(stops) if other["loss"] > stop["loss"]), len(stops))
         stops.insert(start, stop)
     heads = len(table.units) // len(set(table.launches.layer.tolist()))

@@ -29,10 +29,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adaattn_hf.eval.arms import bound_layers_of
+from adaattn_hf.patches.models.positions import longest_input
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.patches.plans.configured import name_of_model
-from adaattn_hf.patches.plans.subject import longest_input
 
 from .._files import write_atomically
 from ..plans import store
@@ -41,7 +40,7 @@ from ..plans.plan import Plan, UnitRecord, Verified
 from ..plans.wording import allowed, at_most, counted, in_nats, rise
 from ..policy.knapsack import Allocation, Array, evaluate, shared_prices, worst_length
 from .inputs import OutOfTime
-from .layers import Measurement, make_plan, picks_of, steps_stay_exact
+from .layers import Measurement, bound_layers, make_plan, picks_of, steps_stay_exact
 from .passes import stock_distance, whole_passes
 from .proof import Proof, prove, worst
 from .search import PROTOCOL, Candidate, Losses, Way, falling, ladder, roundings, storages
@@ -59,10 +58,10 @@ def decided(measurement: Measurement, budget: float | None = None, proven: Seque
     """
     inputs = measurement.inputs
     result = choose_and_verify(measurement, replace(inputs.settings, budget=budget or inputs.settings.budget), proven)
-    if result.met and inputs.settings.rounds and inputs.team.leads:
+    if result.met and inputs.settings.rounds and inputs.team.is_main:
         timed = result.report["whole_forward"] = list[dict[str, Any]]()
         try:
-            for one in whole_passes(inputs, bound_layers_of(result.plan, measurement.layers.tensors)):
+            for one in whole_passes(inputs, bound_layers(measurement, result.plan)):
                 timed.append(asdict(one))
         except OutOfTime as over:  # the plan is verified, and stays, with what was timed of it
             inputs.run.say(f"further whole passes are not timed: {over}")
@@ -95,14 +94,12 @@ def choose_and_verify(
         zero, one = np.zeros(len(measurement.layers.units), dtype=np.int64), np.ones(len(s.lengths))
         sentence = f"the budget of {allowed(gates.budget)} cannot be met: {reason}; the plan is exact"
         noted = report(measurement, log, None, one, [step["verified"] for step in log if "verified" in step])
-        plan = finished_plan(measurement, zero, None, one, gates)
-        return Calibration(plan, False, sentence, {**noted, "rounding": rounding})
+        return Calibration(finished_plan(measurement, zero, None, one, gates), False, sentence, noted)
     candidate, proof = passed
     allocation, storage = candidate.way.allocation, candidate.way.storage
     verdict = worst(proof.alone.values()) if proof.alone else None
     plan = finished_plan(measurement, allocation.picks, verdict, candidate.alpha, gates)
     noted = report(measurement, log, allocation, candidate.alpha, [asdict(one) for one in proof.verdicts])
-    noted["rounding"] = rounding  # every measured KL holds that of rounding
     sentence = proof.worst.sentence
     if storage is not None:
         coded = worst(proof.coded.values()) if proof.coded else None
@@ -127,7 +124,7 @@ def judged(
     try:
         formats = roundings(measurement) if s.with_cache else {}
         candidates, gates, forgetful = ladder(measurement, formats, gates, flips, log)
-        order = falling([*known(measurement, proven, formats), *candidates])
+        order = falling([*proven_candidates(measurement, proven, formats), *candidates])
         if not order:
             reason = _nothing(measurement, forgetful, [step for step in log if "cost" in step])
         for number, candidate in enumerate(order, 1):
@@ -156,7 +153,7 @@ def judged(
     return gates, min(passed, key=lambda one: one[0].way.cost, default=None), reason
 
 
-def known(measurement: Measurement, proven: Sequence[Plan], formats: Losses) -> list[Candidate]:
+def proven_candidates(measurement: Measurement, proven: Sequence[Plan], formats: Losses) -> list[Candidate]:
     """Returns the candidates of plans that were proven on this held-out text for a smaller budget, smallest first.
 
     Theirs are these weights, lengths and text, and choices that are priced here.
@@ -276,6 +273,7 @@ def report(
     )
     return {
         "prices": measurement.table.to_json(),
+        "rounding": measurement.rounding,  # every measured KL holds it
         "history": history,
         "alpha": alpha.tolist(),
         "verdicts": verdicts,

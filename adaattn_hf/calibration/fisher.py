@@ -64,7 +64,7 @@ class _Recorder:
             bare, tensors = replace(call, query=query, key=key, value=value), self.tensors.get(index, LayerTensors())
             outputs, dropped = in_pieces(bare, self.rows, [EXACT, *self.choices], tensors)
             self.changes[index] = outputs[1:] - outputs[:1], dropped[1:]
-            self.tell(index)
+            self.complete(index)
         out = exact_tap(module, call)
         if not self.label:
             if index in self.gradients:
@@ -79,9 +79,9 @@ class _Recorder:
     def note(self, index: int, gradient: Tensor) -> None:
         """Takes the gradient of a layer's output for the next label."""
         self.gradients[index].append(gradient[0, self.rows.to(gradient.device)].transpose(0, 1).float())
-        self.tell(index)
+        self.complete(index)
 
-    def tell(self, index: int) -> None:
+    def complete(self, index: int) -> None:
         """Reports a layer as soon as all is known; one that ends with its attention hears gradients before it runs."""
         if len(self.gradients[index]) == self.labels and index in self.changes:
             changes, dropped = self.changes.pop(index)

@@ -24,9 +24,9 @@ from adaattn_hf.eval.objectives import NEXT_TOKEN, Objective
 from adaattn_hf.eval.progress import Progress, silent
 from adaattn_hf.eval.windows import Encode, TokenSequence, TokenWindow
 from adaattn_hf.patches.models.cache_keyword import cache_keyword
+from adaattn_hf.patches.models.positions import longest_input
 from adaattn_hf.patches.plans.attach import remove_plan
 from adaattn_hf.patches.plans.layers import number_layers
-from adaattn_hf.patches.plans.subject import longest_input, refuse_unless_adaattn
 
 from ..attention.listeners import Tap
 from ..stats.paired import TokenScores, joined
@@ -62,7 +62,7 @@ class Run:
 
     directory: Path | None = None  # where the state is saved after every sequence, until a plan is written
     resume: bool = False  # go on from the state saved there
-    known: CalibrationState | None = None  # risks of an earlier run on the same weights and text, not measured again
+    earlier: CalibrationState | None = None  # risks of an earlier run on the same weights and text, not measured again
     progress: Progress = silent
     say: Callable[[str], None] = silent  # a sentence that a user should know
     expect: Callable[[Mapping[str, float]], None] = silent  # the seconds that stages take, before they begin
@@ -92,7 +92,7 @@ class Inputs:
     def left(self) -> float:
         """Seconds until the time limit, by the clock of the first process: all processes ask together."""
         minutes = self.settings.minutes
-        return math.inf if minutes is None else self.team.tell(self.run.opened + 60.0 * minutes - time.monotonic())
+        return math.inf if minutes is None else self.team.broadcast(self.run.opened + 60.0 * minutes - time.monotonic())
 
     def refuse_late(self, together: bool = True, seconds: float = 0.0) -> None:
         """Ends what is under way if the time is over, or has no room for what takes so many seconds.
@@ -105,7 +105,7 @@ class Inputs:
 
     def keep(self, state: CalibrationState) -> None:
         """Saves what is measured, where there is a directory for it."""
-        if self.run.directory is not None and self.team.leads:
+        if self.run.directory is not None and self.team.is_main:
             state.save(self.run.directory)
 
     @property
@@ -204,9 +204,14 @@ def open_inputs(
         scoring: What the model is scored on: `MaskedTokens.of(tokenizer)` for a masked-language model.
         run: What is kept, and who is told.
     """
-    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
-    refuse_unless_adaattn(model)
+    implementation = model.config._attn_implementation
+    if implementation != "adaattn":
+        raise ValueError(
+            f"attn_implementation is {implementation!r}, expected 'adaattn': "
+            'load the model with from_pretrained(..., attn_implementation="adaattn")'
+        )
     number_layers(model)
+    # losses are relative to the exact model, and a plan for other weights, fine-tuned since, would be refused
     remove_plan(model)
     steps = scoring.generates and cache_keyword(signature(model.forward)) is not None
     if settings.aim != "prompt" and not steps:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,21 +17,24 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adaattn_hf import __version__
-from adaattn_hf.eval.arms import bound_layers_of
-from adaattn_hf.patches.plans.subject import exact_plan
+from adaattn_hf.eval.arms import exact_tap, layer_of
+from adaattn_hf.patches.plans.configured import computes_by
+from adaattn_hf.patches.plans.hashes import model_hash, weight_hash
+from adaattn_hf.patches.plans.layers import attention_modules
+from adaattn_hf.patches.plans.parts import module_dtype
 
 from ..attention.call import AttentionCall
 from ..attention.listeners import tapping
 from ..plans.bound_layer import BoundLayer
-from ..plans.choices import Choice, Setting
-from ..plans.plan import Plan
+from ..plans.choices import EXACT, Choice, Setting
+from ..plans.plan import PLAN_FORMAT, LayerPlan, Plan
 from ..plans.tensors import LayerTensors
 from ..policy.candidates import FAMILIES, Candidates, candidates, offered
 from ..policy.knapsack import Array, Launches, SolverTable, of_units, shared_prices
 from ..policy.prices import PriceTable
-from ..stats.spectrum import score_factors
+from ..stats.spectrum import Gram, gram, score_factors
 from .inputs import Inputs
-from .state import CalibrationState, Moments
+from .state import CalibrationState
 
 Picks = NDArray[np.int64]
 """`[units]`, index of each unit's choice among the candidates."""
@@ -64,26 +68,47 @@ class Layers:
 
 def observe_layers(inputs: Inputs) -> Layers:
     """Runs one sequence of each length; returns the layers, or refuses them if plans or the scoring do not fit them."""
-    moments = Moments()
+    moments, windows, directions = dict[int, Gram](), dict[int, int | None](), set[bool]()
     calls: dict[int | None, dict[int, AttentionCall]] = {None: {}}
+    nearest: dict[int | None, tuple[int, AttentionCall]] = {}  # by window, the call nearest to the middle of the model
+    attentions = inputs.arms.attentions
+
+    def tap(module: nn.Module, call: AttentionCall) -> Tensor:
+        index, window = layer_of(module, call), call.structure.window
+        of_call = gram(call.query.detach(), call.key.detach())
+        moments[index] = moments[index] + of_call if index in moments else of_call
+        windows[index] = window
+        directions.add(call.structure.causal)
+        distance = abs(attentions.index(module) - len(attentions) // 2)
+        if window not in nearest or distance < nearest[window][0]:
+            nearest[window] = distance, call
+        return exact_tap(module, call)
+
     for number, length in enumerate(sorted(inputs.samples)):
         inputs.run.progress("moments", number, len(inputs.samples))
-        calls[None][length], *others = _calls(inputs, moments, length)
-        for call in others:
-            calls.setdefault(call.structure.window, {})[length] = call
+        nearest.clear()
+        with torch.no_grad(), tapping(tap):
+            inputs.arms.hidden(inputs.windows(inputs.samples[length]["risk"][0])[0])
+        if not nearest:
+            raise ValueError("the model made no attention call through adaattn; it may not use the attention interface")
+        # the main kind of layer is that without a window, or else the nearest one
+        main, *others = sorted(nearest, key=lambda window: (window is not None, nearest[window][0]))
+        calls[None][length] = nearest[main][1]
+        for window in others:
+            calls.setdefault(window, {})[length] = nearest[window][1]
     inputs.run.progress("moments", len(inputs.samples), len(inputs.samples))
-    if moments.causal != {(scoring := inputs.scoring).causal}:
-        kinds = sorted("causal" if causal else "bidirectional" for causal in moments.causal)
+    if directions != {(scoring := inputs.scoring).causal}:
+        kinds = sorted("causal" if causal else "bidirectional" for causal in directions)
         raise ValueError(
             f"scoring: {type(scoring).__name__} is for {'causal' if scoring.causal else 'bidirectional'} attention, "
             f"this model's is {' and '.join(kinds)}; calibrate a masked-language model with "
             "scoring=MaskedTokens.of(tokenizer), a causal one with the default"
         )
-    indices = tuple(sorted(moments.grams))
-    kv_heads, head_dims = ({gram.key.shape[dim] for gram in moments.grams.values()} for dim in (0, 2))
+    indices = tuple(sorted(moments))
+    kv_heads, head_dims = ({of_layer.key.shape[dim] for of_layer in moments.values()} for dim in (0, 2))
     if len(kv_heads) != 1:
         raise ValueError(f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them")
-    exact, settings = exact_plan(inputs.arms.model, indices, __version__), inputs.settings
+    exact, settings = exact_plan(inputs.arms.model, indices), inputs.settings
     families = offered(settings.families, inputs.arms.device.type == "cuda")
     causal, windows_alone = inputs.scoring.causal, settings.aim != "prompt"  # a step reads keys once, and rounds none
     offers = candidates(
@@ -98,30 +123,24 @@ def observe_layers(inputs: Inputs) -> Layers:
         )
     columns, tensors = max(choice.columns for choice in offers.choices), dict[int, LayerTensors]()
     for index in indices:
-        one = moments.grams[index]
-        bases = score_factors(one.centred(), columns) if columns else ()
+        bases = score_factors(moments[index].centred(), columns) if columns else ()
         by_head = ({head: matrix.float() for head, matrix in enumerate(basis)} for basis in bases)
-        tensors[index] = LayerTensors(one.key_mean.float(), *by_head)
-    return Layers(exact, indices, kv_heads.pop(), dict(moments.windows), offers, tensors, calls)
+        tensors[index] = LayerTensors(moments[index].key_mean.float(), *by_head)
+    return Layers(exact, indices, kv_heads.pop(), windows, offers, tensors, calls)
 
 
-def _calls(inputs: Inputs, moments: Moments, length: int) -> list[AttentionCall]:
-    """Runs one sequence, adds up its moments; a call of each window, none first, of the layer nearest to the middle."""
-    nearest: dict[int | None, tuple[int, AttentionCall]] = {}
-    place, middle = count(), len(inputs.arms.attentions) // 2
-
-    def tap(module: nn.Module, call: AttentionCall) -> Tensor:
-        far, window = abs(next(place) - middle), call.structure.window
-        if window not in nearest or far < nearest[window][0]:
-            nearest[window] = far, call
-        return moments.tap(module, call)
-
-    with torch.no_grad(), tapping(tap):
-        inputs.arms.hidden(inputs.windows(inputs.samples[length]["risk"][0])[0])
-    if not nearest:
-        raise ValueError("the model made no attention call through adaattn; it may not use the attention interface")
-    by_distance = sorted(nearest.items(), key=lambda item: (item[0] is not None, item[1][0]))
-    return [call for _, (_, call) in by_distance]
+def exact_plan(model: nn.Module, indices: Sequence[int]) -> Plan:
+    """Returns the plan of these layers that leaves each exact: all others are made from it."""
+    config: Any = next(attention_modules(model))[1].config
+    modules = dict(attention_modules(model, config.model_type))
+    return Plan(
+        format=PLAN_FORMAT, model_type=str(config.model_type), weight_hash=model_hash(model),
+        configuration=computes_by(config), dtype=module_dtype(modules[indices[0]]),
+        adaattn=__version__, torch=torch.__version__, transformers=version("transformers"),
+        budget=0.0, seed=0, data_fingerprint="", protocol={}, lengths=(), units=(), verified=None, tensors="",
+        layers=tuple(LayerPlan(index, weight_hash(modules[index]), (EXACT,)) for index in indices),
+        attention_layers=tuple(indices),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,9 +196,13 @@ def make_plan(measurement: Measurement, picks: NDArray[np.int64]) -> Plan:
     return replace(drawn, budget=settings.budget, layers=planned)
 
 
-def bound_layers(measurement: Measurement, picks: Picks) -> dict[int, BoundLayer]:
-    """Returns the programs of an allocation by layer index."""
-    return bound_layers_of(make_plan(measurement, picks), measurement.layers.tensors)
+def bound_layers(measurement: Measurement, plan: Plan) -> dict[int, BoundLayer]:
+    """Returns what the layers of a plan run, by index; exact ones are absent."""
+    planned, tensors = [layer for layer in plan.layers if not layer.is_exact], measurement.layers.tensors
+    return {
+        layer.layer: BoundLayer(layer, tensors[layer.layer], plan.max_length, exact_steps=plan.exact_steps)
+        for layer in planned
+    }
 
 
 def picks_of(measurement: Measurement, plan: Plan) -> Picks:

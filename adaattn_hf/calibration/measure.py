@@ -75,7 +75,7 @@ def measure(inputs: Inputs, prices: PriceTable | None = None) -> Measurement:
         inputs = replace(inputs, pace=(pace := pace_of(inputs)))
         seconds = stages(pace, settings, inputs.team.size)
         run.progress("estimate", 1, 1)
-        run.expect(seconds if run.known is None else {**seconds, "risk": 0.0})
+        run.expect(seconds if run.earlier is None else {**seconds, "risk": 0.0})
     try:
         return _measurement(inputs, prices)
     except ValueError:  # a refusal leaves nothing behind that other arguments would have to go on with
@@ -97,11 +97,11 @@ def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
     }
     layers = observe_layers(inputs)
     identity["dtype"] = layers.exact.dtype
-    if run.known is not None:
-        offered, usable = layers.candidates.choices, run.known.choices(layers.candidates, identity)
+    if run.earlier is not None:
+        offered, usable = layers.candidates.choices, run.earlier.choices(layers.candidates, identity)
         layers = replace(layers, candidates=usable)
         lacking = ", ".join(choice.label for choice in offered if choice not in usable.choices)
-        run.say(f"risks: those of {run.known.path}{lacking and f', which lack {lacking}'}")
+        run.say(f"risks: those of {run.earlier.path}{lacking and f', which lack {lacking}'}")
     else:
         run.say(forecast(inputs, layers).sentence(room_for(inputs.arms.model)))
     # a table that was given may be refused: before the risks, which take long, are measured
@@ -123,8 +123,8 @@ def measure_risks(inputs: Inputs, layers: Layers, identity: Mapping[str, Any]) -
     choices = [choice.label for choice in layers.candidates.choices]
     state = CalibrationState({**identity, "choices": choices}, s.lengths, len(layers.units), len(choices))
     resumed = run.resume and run.directory is not None and state.load(run.directory)
-    if run.known is not None and not resumed:
-        state.take(run.known, choices)
+    if run.earlier is not None and not resumed:
+        state.take(run.earlier, choices)
     total = s.sequences * len(s.lengths)
     for length in s.lengths:
         left = range(state.done[length], s.sequences)
@@ -209,9 +209,9 @@ def _phases(inputs: Inputs) -> tuple[str, ...]:
 def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None) -> PriceTable:
     """Returns the prices of the launches: the given table, or one measured now; refused if it lacks a candidate's."""
     inputs.run.progress("prices", 0, 1)
-    if prices is None and inputs.team.leads:
+    if prices is None and inputs.team.is_main:
         prices = _prices(inputs, layers)
-    table = inputs.team.tell(prices)
+    table = inputs.team.broadcast(prices)
     assert table is not None  # the process that leads has measured it
     kinds = dict.fromkeys(layers.kinds.values())
     labels = [launch_label(choice, window) for window in kinds for choice in layers.candidates.choices]

@@ -19,7 +19,7 @@ from ..plans.plan import Verified
 from ..plans.wording import share
 from ..stats.paired import Float, Ratio, TokenScores, clustered, clustered_ratio, joined, student_quantile
 from .inputs import Inputs
-from .layers import Measurement, bound_layers
+from .layers import Measurement, bound_layers, make_plan
 from .search import Way
 
 Programs = Mapping[int, BoundLayer]
@@ -189,7 +189,8 @@ def prove(measurement: Measurement, way: Way, predicted: Mapping[int, float], ga
     intersection-union test). KL is predicted by length, nats/token.
     """
     inputs, s, heads = measurement.inputs, measurement.inputs.settings, len(measurement.layers.units)
-    bound, alone, coded = bound_layers(measurement, way.allocation.picks), dict[int, Verified](), dict[int, Verified]()
+    bound = bound_layers(measurement, make_plan(measurement, way.allocation.picks))
+    alone, coded = dict[int, Verified](), dict[int, Verified]()
     for stored, verdicts in (("model", alone), (way.stored, coded)):
         if stored == "model" and (verdicts is coded or not bound):
             continue

@@ -26,7 +26,7 @@ from adaattn_hf.patches.cache.formats import FORMATS
 from ..attention.stored import CHANNELS
 from ..plans.limits import Gates
 from ..policy.knapsack import Allocation, Array
-from .layers import Measurement, Picks, bound_layers, steps_stay_exact
+from .layers import Measurement, Picks, bound_layers, make_plan, steps_stay_exact
 
 PROTOCOL = "cache"
 """Key of the cache's format in a plan's protocol."""
@@ -86,7 +86,8 @@ def joint(measurement: Measurement, picks: Picks, length: int, stored: str = "mo
     # a plan's needles here are others than in the proof, whose text is other text
     hidden = sequences[: s.haystacks] if inputs.scoring.generates and picks.any() else []
     haystacks = [inputs.haystack(one, torch.Generator().manual_seed(s.seed)) for one in hidden]
-    scores, needles = inputs.score(stored_tap(bound_layers(measurement, picks), stored), sequences, haystacks)
+    tap = stored_tap(bound_layers(measurement, make_plan(measurement, picks)), stored)
+    scores, needles = inputs.score(tap, sequences, haystacks)
     return Joint(
         kl=float(np.mean([one.kl.mean() for one in scores])),
         flips=1.0 - float(np.mean([one.agree.mean() for one in scores])),

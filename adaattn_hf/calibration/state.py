@@ -7,20 +7,14 @@ import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
-
-from adaattn_hf.eval.arms import exact_tap, layer_of
 
 from .._files import parse_json, write_atomically
-from ..attention.call import AttentionCall
 from ..policy.candidates import Candidates
 from ..policy.knapsack import Array
-from ..stats.spectrum import Gram, gram
 
 FILE = "adaattn_calibration.partial.npz"
 RISKS_FILE = "adaattn_risks.npz"
@@ -179,12 +173,12 @@ class CalibrationState:
             )
         return measured
 
-    def take(self, known: CalibrationState, choices: Sequence[str]) -> None:
+    def take(self, earlier: CalibrationState, choices: Sequence[str]) -> None:
         """Takes the risks of an earlier run, of choices that it measured."""
-        places = [known.identity["choices"].index(label) for label in choices]
+        places = [earlier.identity["choices"].index(label) for label in choices]
         for length in self.total:
-            self.add(length, known.rows[length], *(part[:, places] for part in known.parts(length)))
-            self.done[length] = known.done[length]
+            self.add(length, earlier.rows[length], *(part[:, places] for part in earlier.parts(length)))
+            self.done[length] = earlier.done[length]
 
 
 def kept_in(directory: Path) -> Path | None:
@@ -195,21 +189,3 @@ def kept_in(directory: Path) -> Path | None:
 def forget(directory: Path) -> None:
     """Removes what is kept of a calibration whose plan is written."""
     (directory / FILE).unlink(missing_ok=True)
-
-
-@dataclass
-class Moments:
-    """What pass zero finds, by layer index."""
-
-    grams: dict[int, Gram] = field(default_factory=dict)  # with mean keys
-    windows: dict[int, int | None] = field(default_factory=dict)  # the model's own
-    causal: set[bool] = field(default_factory=set)  # of all layers
-
-    def tap(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """Adds the moments of one call, on its device, and computes exact attention."""
-        index = layer_of(module, call)
-        new = gram(call.query.detach(), call.key.detach())
-        self.grams[index] = self.grams[index] + new if index in self.grams else new
-        self.windows[index] = call.structure.window
-        self.causal.add(call.structure.causal)
-        return exact_tap(module, call)

@@ -206,28 +206,18 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
     config = model.config.get_text_config(decoder=True)
     convert_layers(DynamicCache(config=config), stored)
     # some families do, and every layer whose cache holds compressed latents, which Transformers expands by `expand_kv`
-    if family_of(config) in COMPUTES_WITH_CACHE or any(hasattr(module, "expand_kv") for module in model.modules()):
-        raise ValueError(
-            f"cache: got {stored!r} for {type(model).__name__}, which computes with its cached keys before "
-            'attention reads them, expected a model that does not; use cache="model", without streaming heads'
-        )
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        raise ValueError(
-            f"cache: got {stored!r} for {type(model).__name__}, which has no attention heads, expected a model that "
-            "keeps keys and values; leave cache out"
-        )
-    check_channels(stored, getattr(config, "head_dim", None) or config.hidden_size // heads)
-    implementation = str(config._attn_implementation)
-    if not implementation.startswith("adaattn"):
-        raise ValueError(
-            f"cache: got {stored!r} for {type(model).__name__} with attn_implementation={implementation!r}, which "
-            'cannot read codes; load the model with attn_implementation="adaattn"'
-        )
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"cache: got {stored!r} for the encoder-decoder {type(model).__name__}, expected a decoder; "
-            'use cache="model"'
-        )
+    computes = family_of(config) in COMPUTES_WITH_CACHE or any(hasattr(part, "expand_kv") for part in model.modules())
+    heads, implementation = getattr(config, "num_attention_heads", None), str(config._attn_implementation)
+    for refused, why in (
+        (computes, "which computes with its cached keys before attention reads them, expected a model that does not; "
+         'use cache="model", without streaming heads'),
+        (heads is None, "which has no attention heads, expected a model that keeps keys and values; leave cache out"),
+        (not implementation.startswith("adaattn"), f"with attn_implementation={implementation!r}, which cannot read "
+         'codes; load the model with attn_implementation="adaattn"'),
+        (model.config.is_encoder_decoder, 'an encoder-decoder, expected a decoder; use cache="model"'),
+    ):  # fmt: skip
+        if refused:
+            raise ValueError(f"cache: got {stored!r} for {type(model).__name__}, {why}")
+    check_channels(stored, getattr(config, "head_dim", None) or config.hidden_size // (heads or 1))
     if streaming:
         spans_of(model)

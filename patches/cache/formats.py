@@ -99,7 +99,6 @@ class Codes(Format):
     is_numbers = False
 
     def __init__(self, bits: int) -> None:
-        """`bits` of a value's code."""
         self.parts = {
             "key_codes": (torch.int8, "k"),
             "key_scale": (torch.uint8, ""),
@@ -249,12 +248,10 @@ class StoredTensor:
         raise TypeError(f"cache: .{name} was asked of stored keys or values; {_REMEDY}")
 
     def __getitem__(self, index: Any) -> Any:
-        """Refused."""
         raise TypeError(f"cache: a slice was asked of stored keys or values; {_REMEDY}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refused."""
         raise TypeError(f"cache: {getattr(func, '__name__', func)} was called with stored keys or values; {_REMEDY}")
 
 

@@ -74,8 +74,12 @@ def _refusal_of(config_class: Any) -> str | None:
     name = config_class.__name__
     if unrouted := UNROUTED.get(family_of(config_class)):
         return unsupported(name, unrouted)
-    source = _modeling_source(config_class)
-    if source is None or not _ATTENTION_CLASS.search(source):
+    module = config_class.__module__.replace("configuration_", "modeling_")  # beside the configuration's own
+    try:
+        source = "" if module == config_class.__module__ else inspect.getsource(importlib.import_module(module))
+    except (ImportError, OSError):
+        return None
+    if not _ATTENTION_CLASS.search(source):
         return None
     if "_CLASSES[" in source:
         return unsupported(name, "looks its attention up in a table of its own")
@@ -84,14 +88,3 @@ def _refusal_of(config_class: Any) -> str | None:
     if config_class.sub_configs:
         return unsupported(name, "computes the attention of a part of the model by itself")
     return unsupported(name)
-
-
-def _modeling_source(config_class: type) -> str | None:
-    """Returns the source of the modeling file beside a configuration class, None if there is no such file."""
-    name = config_class.__module__.replace("configuration_", "modeling_")
-    if name == config_class.__module__:
-        return None
-    try:
-        return inspect.getsource(importlib.import_module(name))
-    except (ImportError, OSError):
-        return None

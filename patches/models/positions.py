@@ -1,8 +1,8 @@
-"""How many tokens a model can read: learned positions, and what its configuration says of rotary ones."""
+"""A model's configurations, and how many tokens it can read: learned positions, and what they say of rotary ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,12 @@ LEARNED = ("position_embeddings", "wpe", "embed_positions")
 """Names of learned position embeddings in models."""
 COUNT_FROM_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 """Model types whose first position is the one behind that of the padding token."""
+
+
+def configs_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """Returns the configurations of modules, each once."""
+    configs = {id(config): config for part in modules if (config := getattr(part, "config", None)) is not None}
+    return [*configs.values()]
 
 
 def trained_positions(config: Any) -> int | None:
@@ -30,6 +36,12 @@ def stated_positions(config: Any) -> int | None:
     scaled = [rope for rope in ropes_of(config.get_text_config()) if isinstance(rope.get("factor"), int | float)]
     reached = (int(rope["factor"] * (rope.get("original_max_position_embeddings") or positions)) for rope in scaled)
     return max([positions, *reached])
+
+
+def longest_input(model: nn.Module) -> int | None:
+    """Returns the longest input that a model can read, `None` where nothing says."""
+    limits = (learned_positions(model), stated_positions(model.config))
+    return min((count for count in limits if count is not None), default=None)
 
 
 def ropes_of(config: Any) -> list[Mapping[str, Any]]:

@@ -20,6 +20,7 @@ from adaattn_hf.backends.select import check_may_run_here
 from adaattn_hf.config import settings_in
 
 from .families import UnsupportedModel, refusal_of
+from .positions import configs_of
 
 if TYPE_CHECKING:
     from transformers import Pipeline
@@ -62,15 +63,9 @@ def towers_of(model: nn.Module, path: str = "") -> Iterator[tuple[str, PreTraine
         yield from towers_of(child, f"{path}.{name}".strip("."))
 
 
-def configs_of(model: nn.Module) -> list[Any]:
-    """Returns the configurations of a model's parts, each once."""
-    configs = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
-    return [*configs.values()]
-
-
 def implementations(model: nn.Module) -> set[str]:
     """Returns the attention implementations of a model's towers."""
-    names = {getattr(config, "_attn_implementation", None) for config in configs_of(model)}
+    names = {getattr(config, "_attn_implementation", None) for config in configs_of(model.modules())}
     return {name for name in names if isinstance(name, str)}
 
 

@@ -15,14 +15,15 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 from adaattn_hf.presets import load_preset
 
-from ..models.support import Holder, Model, configs_of, model_in, refuse_no_model, refuse_other_attention, runs_ours
+from ..models.positions import configs_of
+from ..models.support import Holder, Model, model_in, refuse_no_model, refuse_other_attention, runs_ours
 from .bound import BoundPlan, bound_plan, carried_by, say, unbind
 from .check import allowed_by, machine_name
 
 
 def plan_in(model: nn.Module) -> Plan | None:
     """Returns the plan in the configuration of a model, whether the model runs by it or not; None without one."""
-    plans = (carried_by(config).get(CONFIG_KEY) for config in configs_of(model))
+    plans = (carried_by(config).get(CONFIG_KEY) for config in configs_of(model.modules()))
     data = next((plan for plan in plans if plan is not None), None)
     return None if data is None else Plan.from_dict(data)
 
@@ -80,7 +81,7 @@ def load_carried(model: Model, plan: Plan | None = None) -> Model:
         unbind(inner)
     elif plan_in(inner) is not None:
         load_plan(inner)
-    elif plan is not None and any(config.model_type == plan.model_type for config in configs_of(inner)):
+    elif plan is not None and any(config.model_type == plan.model_type for config in configs_of(inner.modules())):
         load_plan(inner, plan)
     return model
 
@@ -95,7 +96,7 @@ def remove_plan(model: Model) -> Model:
     """Removes the plan from a model and its configuration: every layer is exact again. Returns the model."""
     inner = model_in(model)
     unbind(inner)
-    for config in configs_of(inner):
+    for config in configs_of(inner.modules()):
         settings = carried_by(config)
         if CONFIG_KEY in settings:
             rest = {name: value for name, value in settings.items() if name not in (CONFIG_KEY, CARRIED)}
@@ -130,7 +131,7 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
             f"settings: got {settings!r:.80}, expected an AdaAttnConfig or the name of a preset; call "
             "adaattn_hf.configure(model, adaattn_hf.AdaAttnConfig(budget=0.01)), say"
         )
-    configs = [config for config in configs_of(inner) if isinstance(config, PreTrainedConfig)]
+    configs = [config for config in configs_of(inner.modules()) if isinstance(config, PreTrainedConfig)]
     if not configs:
         raise ConfigError(
             f"model: got {type(inner).__name__}, expected a Transformers model, or an object that contains one "

@@ -26,6 +26,7 @@ from adaattn_hf.plans.plan import Plan
 from adaattn_hf.plans.record import PlanError
 from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
+from ..models.positions import configs_of
 from .check import bound_layer_for, configs_for, refuse_autocast, refuse_beyond_budget, refuse_other_weights
 from .configured import refuse_other_configuration, refuse_other_settings
 from .hashes import base_of
@@ -217,7 +218,7 @@ class BoundPlan:
                     raise _foreign(module, trunk)
                 self.layers[module] = bound_layer_for(module, self.plan, index, self.carried, me)
         self.layers = {module: self.layers[module] for module in modules.values()}
-        self.readers = [*{id(module.config): module.config for module in modules.values()}.values()]
+        self.readers = configs_of(modules.values())
         if trunk.__dict__.get(PLAN) is self:
             self.give()
 

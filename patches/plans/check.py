@@ -21,6 +21,7 @@ from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError
 from adaattn_hf.plans.store import layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
+from ..models.positions import configs_of
 from .configured import refuse_other_configuration
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules
@@ -40,7 +41,7 @@ def configs_for(model: nn.Module, plan: Plan, unverified: bool) -> list[Any]:
             "compute another function; calibrate again"
         )
     modules = dict(attention_modules(model, plan.model_type))
-    configs = [*{id(module.config): module.config for module in modules.values()}.values()]
+    configs = configs_of(modules.values())
     for config in configs or [getattr(model, "config", model)]:
         refuse_other_configuration(plan, config)
         depth = getattr(config, "num_hidden_layers", None)

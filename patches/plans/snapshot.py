@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..models.positions import configs_of
 from .configured import computes_by
 from .hashes import tensor_hash
 from .parts import ADAPTERS, Part, inner_of, parts, pieces
@@ -63,8 +64,7 @@ class Snapshot:
             (vars(module), "config") for module in read if "config" in vars(module)
         ]
         values = [room[name] for room, name in settings]
-        owners = {id(config): config for part in inside if (config := getattr(part.module, "config", None)) is not None}
-        for owner in (*owners.values(), *read):
+        for owner in (*configs_of(part.module for part in inside), *read):
             settings += [(vars(owner), name) for name in computes_by(owner)]
         self.values = values + [deepcopy(room[name]) for room, name in settings[len(values) :]]
         self.rooms, self.names = [room for room, _ in settings], [name for _, name in settings]

@@ -78,7 +78,6 @@ class Unpadding:
     """The hooks of one model, whose base model is `trunk`; `calls` counts passes, those not packed by reason."""
 
     def __init__(self, top: nn.Module, trunk: nn.Module) -> None:
-        """Registers nothing yet; `install` does."""
         self.top, self.trunk = top, trunk
         self.calls: Counter[str] = Counter()
         config: Any = trunk.config
@@ -193,7 +192,6 @@ class DirectForward:
         module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the arguments and returns the result of the model's forward."""
         before = _frames.get()
         if tracing() or any(frame.module is self.module for frame in before):
             return self.inner(*args, **kwargs)

@@ -38,8 +38,8 @@ from .jobs import (
     Arm,
     Job,
     _captured,
-    _filled,
     _step,
+    filled,
     language,
     measure,
     noted,
@@ -109,8 +109,8 @@ def jobs(device: torch.device, sizes: Mapping[str, Any], rows: int, lengths: lis
         return _full(model, AdaAttnCache(model, stored, max_cache_len=room, **how), rows, room)
 
     makes = {
-        EXACT: (exact, partial(_filled, exact, CACHES["StaticCache"], rows, room, room), 1.0, False),
-        "adaattn, plan": (plan, partial(_filled, plan, CACHES["StaticCache"], rows, room, room), 1.0, True),
+        EXACT: (exact, partial(filled, exact, CACHES["StaticCache"], rows, room, room), 1.0, False),
+        "adaattn, plan": (plan, partial(filled, plan, CACHES["StaticCache"], rows, room, room), 1.0, True),
         "adaattn, int8": (exact, partial(ours, exact, "int8"), CODES["int8"], False),
         "adaattn, k8v4": (exact, partial(ours, exact, "k8v4"), CODES["k8v4"], False),
         "adaattn, plan, int8": (plan, partial(ours, plan, "int8"), CODES["int8"], True),
@@ -141,7 +141,7 @@ def jobs(device: torch.device, sizes: Mapping[str, Any], rows: int, lengths: lis
         for name in ("sdpa", "flash_attention_2"):
             work = step(dynamic, "DynamicCache", token, rows, tokens, room)
             arms[f"{name}, DynamicCache"] = way(dynamic, work, name)
-        of = "sdpa", static, partial(_filled, static, CACHES["StaticCache"], rows, room, room)
+        of = "sdpa", static, partial(filled, static, CACHES["StaticCache"], rows, room, room)
         fits = tokens == max(lengths)  # it reads all of its room, whatever is in it
         own = Arm(partial(run, of[0]), partial(again, *of, tokens))
         arms["sdpa, StaticCache"] = own if fits else "reads its whole room"

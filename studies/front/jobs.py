@@ -271,7 +271,8 @@ def prompt(
 
 
 @torch.no_grad()
-def _filled(model: Any, make: Callable[[Any, int], Any], batch: int, length: int, room: int) -> Any:
+def filled(model: Any, make: Callable[[Any, int], Any], batch: int, length: int, room: int) -> Any:
+    """A cache that holds random keys and values of so many tokens."""
     config = model.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     past = make(model, room)
@@ -289,7 +290,7 @@ def _step(model: Any, token: Tensor, past: Any) -> None:
 
 def step(model: Any, kind: str, token: Tensor, batch: int, length: int, room: int) -> Callable[[], None]:
     """A step behind a cache of random numbers, which is filled when its turn comes first."""
-    past = cache(partial(_filled, model, CACHES[kind], batch, length, room))
+    past = cache(partial(filled, model, CACHES[kind], batch, length, room))
     return lambda: _step(model, token, past())
 
 
@@ -315,7 +316,7 @@ def steps(
         for name, model in (("sdpa", stock), ("adaattn", plain)):
             own = twin(model)
             own.set_attn_implementation(name)
-            past = _filled(own, CACHES["StaticCache"], batch, length, room)
+            past = filled(own, CACHES["StaticCache"], batch, length, room)
             arms[f"{name}, StaticCache, captured"] = Arm(_captured(own, token, past))
     title = f"{named(sizes, directory)}, a token behind {f'{batch} x ' * (batch > 1)}{length:,} tokens"
     said = {"timed": "whole model", "dtype": "bfloat16", "prompt or step": "step", "room": room}

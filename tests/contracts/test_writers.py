@@ -86,7 +86,7 @@ MARKDOWN: dict[str, Callable[[], str]] = {"benchmark": lambda: bench.markdown(be
 TERMINAL: dict[str, Callable[[], str]] = {
     "details of a plan": lambda: "\n".join(headline.details(planned())),
     "headline of a plan": lambda: headline.name_of(planned()),
-    "a plan": lambda: printed(lambda console: print_plan(console, planned(), headline.Bought(), verbose=True)),
+    "a plan": lambda: printed(lambda console: print_plan(console, planned(), headline.Speedups(), verbose=True)),
     "a line of a command": lambda: printed(lambda console: progress.tell(console, NASTY)),
     "progress of an evaluation": lambda: progressed(None),
     "its bar": lambda: progressed(True),

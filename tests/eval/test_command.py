@@ -142,10 +142,15 @@ def test_reports_stay_in_their_place(llama: Path, texts: Path, tmp_path: Path, m
     assert not (tmp_path / "report.json").exists()
 
 
+@pytest.mark.parametrize("command", ["eval", "profile"])
+def test_text_that_is_not_there_is_told_before_the_hub_is_asked(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(tf.AutoConfig, "from_pretrained")
+    adaattn(command, "somebody/something", "--data", "nowhere.txt", code=3, says="nowhere.txt")
+
+
 def test_models_that_cannot_be_had(llama: Path, texts: Path, tmp_path: Path) -> None:
     data = ("--data", f"wikitext:{texts / 'pages.txt'}", "--output-dir", tmp_path / "out")
-    evaluate(tmp_path / "nothing", *data, code=4, says="cannot load")
-    evaluate(tmp_path / "nothing", "--data", "nowhere.txt", code=4, says="there is no such directory")
+    evaluate(tmp_path / "nothing", *data[2:], code=4, says=("cannot load", "there is no such directory"))
     tf.AutoModel.from_config(tf.AutoConfig.from_pretrained(llama)).save_pretrained(tmp_path / "headless")
     tf.AutoTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "headless")
     evaluate(tmp_path / "headless", *data, code=4, says="language-model head")
@@ -240,6 +245,6 @@ def test_a_full_disk_loses_no_batch(llama: Path, texts: Path, tmp_path: Path, mo
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, "No space left on device")
         patch.setattr(journal.Journal, "append", failing(journal.Journal.append, 1, full))
-        says = "No space left on device; finished batches are kept, and --resume goes on"
+        says = ("No space left on device; finished work is kept in", "--resume --output-dir")
         evaluate(*words, code=3, says=says)
     evaluate(*words, "--resume")

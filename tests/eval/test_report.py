@@ -17,7 +17,7 @@ from rich.console import Console
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
 from adaattn_hf.backends.native.library import level_here, library, missing
-from adaattn_hf.eval import activation, corpora, provenance, report, runner, showcase, timing
+from adaattn_hf.eval import corpora, provenance, report, runner, showcase, summary, timing
 from adaattn_hf.eval.metric_compute import compute, metric_path
 from adaattn_hf.eval.settings import Settings
 from adaattn_hf.patches import checkpoint
@@ -139,7 +139,7 @@ def test_the_commit_is_the_one_that_is_said_or_the_checkouts(tmp_path: Path, mon
 
 
 def test_arms_share_weights_and_nothing_else(loaded: checkpoint.Checkpoint) -> None:
-    first, second = checkpoint.arms(loaded, ["sdpa", "eager"])
+    first, second = (checkpoint.with_attention(loaded, name) for name in ("sdpa", "eager"))
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert a.data_ptr() == b.data_ptr()
     assert first.config is not second.config
@@ -182,31 +182,29 @@ def test_peak_bytes_follow_the_batch(loaded: checkpoint.Checkpoint) -> None:
 
 def test_arms_take_turns_and_ratios_are_stock_over_arm() -> None:
     assert [timing.turn(3, batch) for batch in range(4)] == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
-    summary = timing.ratio_summary([2.0, 4.0, 6.0], [1.0, 1.0, 1.0])
-    assert (
-        summary.items() >= {"median": 4.0, "quartile_25": 3.0, "quartile_75": 5.0, "total": 4.0, "batches": 3}.items()
-    )
+    speed = timing.ratio_summary([2.0, 4.0, 6.0], [1.0, 1.0, 1.0])
+    assert speed.items() >= {"median": 4.0, "quartile_25": 3.0, "quartile_75": 5.0, "total": 4.0, "batches": 3}.items()
     result, elapsed = timed(lambda: sum(range(100_000)), CPU)
     assert result == 4999950000
     assert min(elapsed.wall, elapsed.process) > 0
 
 
 def test_the_rate_is_of_pairs_or_there_is_a_reason(reports: dict[str, dict[str, Any]]) -> None:
-    found = activation.rate("adaattn", True, [(100, 10), None, (300, 90)])
+    found = summary.activation("adaattn", True, [(100, 10), None, (300, 90)])
     assert (found["rate"], found["pairs"], found["batches"]) == (0.25, 400, 2)
     assert reports["pages"]["plans"] == [None] * 3
-    exact = activation.rate("adaattn", False, [None])
+    exact = summary.activation("adaattn", False, [None])
     assert (exact["rate"], "no plan" in exact["reason"]) == (0.0, True)
-    assert activation.rate("sdpa", False, [None])["rate"] is None
-    assert activation.rate("adaattn", True, [None])["reason"] == "no attention call was counted"
+    assert summary.activation("sdpa", False, [None])["rate"] is None
+    assert summary.activation("adaattn", True, [None])["reason"] == "no attention call was counted"
 
 
 @pytest.mark.parametrize("batches", [1, 31, 32, 33, 500])
 def test_watched_batches_are_few_and_spread(batches: int) -> None:
-    watched = [i for i in range(batches) if activation.is_watched(i, batches)]
+    watched = [i for i in range(batches) if runner.is_watched(i, batches)]
     assert watched[0] == 0
-    assert min(batches, 16) <= len(watched) <= activation.WATCHED_BATCHES
-    assert batches - watched[-1] <= max(1, -(-batches // activation.WATCHED_BATCHES))
+    assert min(batches, 16) <= len(watched) <= runner.WATCHED_BATCHES
+    assert batches - watched[-1] <= max(1, -(-batches // runner.WATCHED_BATCHES))
 
 
 def test_the_metric_of_the_package_computes(llama: Path, loaded: checkpoint.Checkpoint, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_an_arm_against_itself_differs_by_exactly_nothing(
 
 def test_a_worse_arm_shows(loaded: checkpoint.Checkpoint) -> None:
     """The meta-test of the one above: with one weight changed in one arm, every figure moves."""
-    models = checkpoint.arms(loaded, ["sdpa", "sdpa"])
+    models = [checkpoint.with_attention(loaded, "sdpa") for _ in range(2)]
     models[1].model.layers[0].self_attn.v_proj = torch.nn.Linear(32, 16, bias=False)
     windows = [TokenWindow(0, np.arange(5, 25), np.arange(20), np.arange(6, 26))]
     keywords, offsets = runner.collate(windows, torch.device("cpu"))

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from adaattn_cli.job import nats
+from adaattn_cli.job import read_budget
 from adaattn_hf.attention.listeners import tapping
 from adaattn_hf.calibration import fisher, search
 from adaattn_hf.calibration import measure as measuring
 from adaattn_hf.calibration import proof as verify
-from adaattn_hf.calibration.calibrate import choose_and_verify, known
+from adaattn_hf.calibration.calibrate import choose_and_verify, proven_candidates
 from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.layers import Measurement, observe_layers
 from adaattn_hf.calibration.measure import forecast, measure
@@ -43,7 +43,7 @@ from adaattn_hf.plans.tensors import LayerTensors
 from adaattn_hf.stats.paired import Ratio, TokenScores
 from adaattn_hf.stats.profile import stratified_rows
 from studies.ablation import KEPT, row_of
-from studies.budget.held_out import ratio
+from studies.budget import ratio
 
 from ..support.calibration import calibrate, open_inputs, save_plan
 from ..support.choices import make_choice
@@ -189,8 +189,8 @@ def test_a_larger_budget_never_returns_less_than_a_smaller_one(
     )  # fmt: skip
     again = replace(measurement, inputs=measurement.inputs.with_settings(settings))
     for change in others:
-        assert known(again, [replace(small.plan, **change)], {}) == [], change
-    assert len(known(again, [small.plan], {})) == 1
+        assert proven_candidates(again, [replace(small.plan, **change)], {}) == [], change
+    assert len(proven_candidates(again, [small.plan], {})) == 1
 
 
 @pytest.mark.parametrize("part", ["mlp", "head", "tokens"])
@@ -367,7 +367,7 @@ def test_heads_that_retrieve_are_told_by_their_risk(model: LlamaForCausalLM, tex
     assert (kept.state.needles[LENGTH] == risks).all()
     measurement.state.save(tmp_path, RISKS_FILE)
     known = CalibrationState.read(tmp_path)
-    taken = measure(open_inputs(deaf, encode, text, SETTINGS, known=known), prices=letter_prices())
+    taken = measure(open_inputs(deaf, encode, text, SETTINGS, earlier=known), prices=letter_prices())
     assert (taken.state.needles[LENGTH] == risks).all()
 
 
@@ -636,20 +636,20 @@ def test_lost_needles_refuse_a_plan_that_keeps_the_loss() -> None:
     [("0.1%", math.log(1.001)), ("1e-3", 1e-3), (" 1 %", math.log(1.01)), ("0.1 nats/token", 0.1), ("0.01nats", 0.01)],
 )
 def test_budgets(given: str, wanted: float) -> None:
-    assert nats(given) == pytest.approx(wanted)
+    assert read_budget(given)[1] == pytest.approx(wanted)
 
 
 def test_a_bare_number_that_may_be_meant_in_percent_is_refused_with_both_readings() -> None:
     for bare in ("0.01", "0.1", "0.5"):
         with pytest.raises(ValueError, match=rf"write {bare}% \(a rise .* by {bare} %\) or {bare}nats \(nats/token, a"):
-            nats(bare)
-    assert nats("0.009") == 0.009
+            read_budget(bare)
+    assert read_budget("0.009") == ("0.009nats", 0.009)
 
 
 @pytest.mark.parametrize("bad", ["", "much", "0", "-1%", "5"])
 def test_bad_budgets(bad: str) -> None:
     with pytest.raises(ValueError, match="budget is"):
-        nats(bad)
+        read_budget(bad)
 
 
 def test_stock_attention_is_refused_for_calibration(text: list[Path]) -> None:

@@ -183,7 +183,7 @@ def test_text_that_is_named_twice_proves_nothing(model: Path, run: Run, material
 
 
 def test_processes_do_not_each_take_all_devices(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "join", lambda: (team.Team(0, 2), 0))
+    monkeypatch.setattr(team, "join", lambda: team.Team(0, 2))
     run(model, "--device", "auto", code=2, says="device: got 'auto' in 2 processes, expected it in one")
 
 
@@ -667,7 +667,7 @@ def test_risks_are_kept_as_they_are_measured_and_said_to_be_kept_only_then(
         run(model, *more, "--output-dir", to, size=size, priced=False, code=code, says=says)
 
     with monkeypatch.context() as planted:
-        planted.setattr(layers, "_calls", Mock(side_effect=KeyboardInterrupt))
+        planted.setattr(layers, "layer_of", Mock(side_effect=KeyboardInterrupt))
         go(code=130, says="nothing was measured yet, so nothing is kept")
     assert not plan.exists()
     with monkeypatch.context() as planted:

@@ -32,7 +32,7 @@ from adaattn_hf.plans.plan import EXACT, Choice, LayerPlan, Plan, PlanError
 from adaattn_hf.policy.candidates import candidates
 from adaattn_hf.policy.knapsack import SolverTable, evaluate
 from adaattn_hf.policy.prices import Price, PriceTable
-from studies.budget.held_out import ratio
+from studies.budget import ratio
 
 from ..support.calibration import calibrate, open_inputs, price_table, save_plan
 from ..support.choices import make_choice

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adaattn_hf.eval.demo import calibration_pages, demo_model_path
-from adaattn_hf.eval.team import Team, device_of, join, present
+from adaattn_hf.eval.team import Team, join, present
 from adaattn_hf.policy.prices import Price
 
 from ..support.calibration import price_table
@@ -20,9 +20,8 @@ LENGTH = 160
 
 def test_alone_there_is_a_team_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert join() == (Team(), 0)
-    assert present().leads
-    assert Team().tell("x") == "x"
+    assert (join(), present().is_main) == (Team(), True)
+    assert Team().broadcast("x") == "x"
     assert list(Team().work([1, 2], str)) == ["1", "2"]
 
 
@@ -31,10 +30,11 @@ def test_each_of_several_processes_takes_a_gpu_unless_a_device_is_named(
     gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
-    assert [device_of(Team(5, 8), 1, named) for named in (None, "cuda", "cpu", "cuda:0")] == [
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert [Team(5, 8).device(named) for named in (None, "cuda", "cpu", "cuda:0")] == [
         "cuda:1" if gpus else None, "cuda:1" if gpus else "cuda", "cpu", "cuda:0",
     ]  # fmt: skip
-    assert device_of(Team(), 0, None) is None
+    assert Team().device(None) is None
 
 
 @pytest.mark.slow

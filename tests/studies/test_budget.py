@@ -2,7 +2,7 @@
 
 import pytest
 
-from studies.budget.pairs import fewer_pairs
+from studies.budget import fewer_pairs
 
 
 @pytest.mark.parametrize("length", [5, 64])

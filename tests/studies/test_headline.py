@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from adaattn_hf.errors import UsageError
-from studies import headline, headline_peers, headline_tables
+from studies import headline, headline_tables
 from studies.front.page import ROWS
 
 from ..support.source_tree import ROOT
@@ -57,21 +57,21 @@ def test_searches_share_no_row_and_plans_without_a_commit_are_refused(reports: R
 
 
 def test_peers_are_timed_refuse_or_have_their_reason(reports: Reports) -> None:
-    text = headline_peers.peers(reports)
+    text = headline_tables.peers(reports)
     lines = [line.strip("| ").split(" | ") for line in text.splitlines()[2:] if line.startswith("|")]
     rows = {way.strip("`"): figures for way, *figures in lines}
     assert set(rows) >= {"eager", "sdpa", "flex_attention"}
     assert all(float(figure) > 1 for figure in rows["sdpa"])
     assert rows["sdpa:flash"][-1] == "refuses"
     untimed = [name.strip(" `") for line in text.splitlines()[-8:] for name in line.rpartition(":")[2].split(",")]
-    assert set(untimed) >= {"flash_attention_2", *headline_peers.UNTIMED}, "absent, with the reason"
-    (cell,) = [c for c in reports["bench"]["cells"] if c["title"] == headline_peers.SHOWN["bench"][0]]
+    assert set(untimed) >= {"flash_attention_2", *headline_tables.UNTIMED}, "absent, with the reason"
+    (cell,) = [c for c in reports["bench"]["cells"] if c["title"] == headline_tables.SHOWN["bench"][0]]
     cell["refused"]["sdpa"] = "a reason"
     del cell["ratios"]["sdpa"]
-    assert "| `sdpa` | refuses |" in headline_peers.peers(reports)
+    assert "| `sdpa` | refuses |" in headline_tables.peers(reports)
     cell["commit"] = None
     with pytest.raises(UsageError, match=r"'causal 4k \(float32\)' was not measured, or nobody knows"):
-        headline_peers.peers(reports)
+        headline_tables.peers(reports)
 
 
 def test_badges_say_what_pyproject_says() -> None:

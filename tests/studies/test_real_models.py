@@ -74,7 +74,7 @@ def test_attention_is_timed_layer_by_layer(study: real_models.Study, monkeypatch
         torch.testing.assert_close(outs["stock sdpa"][0], outs["exact"], atol=1e-2, rtol=1e-2)
         return {name: [1.0 if name == "stock sdpa" else 0.5] * 3 for name in calls}
 
-    monkeypatch.setattr("studies.budget.speed.on_device", stopwatch)
+    monkeypatch.setattr("studies.budget.on_device", stopwatch)
     found = real_models.attention(study.model, torch.ones(1, 8, dtype=torch.long), {})
     assert found == {"stock sdpa": 4.0, "exact": 2.0}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from adaattn_cli.pictures.headline import Bought, below, bought, cost, digest, heat_map, print_plan, speed_of
+from adaattn_cli.pictures.headline import Speedups, below, cost, digest, heat_map, print_plan, speed_of, speedups_beside
 from adaattn_cli.pictures.page import plan_page, rounded
 from adaattn_hf.plans.choices import EXACT
 from adaattn_hf.plans.plan import LayerPlan, Plan, PlanError, UnitRecord
@@ -64,7 +64,7 @@ def test_a_page_holds_the_plan_and_asks_for_nothing_from_elsewhere() -> None:
 @pytest.mark.parametrize("heads", [2, 12, 32])
 def test_a_terminal_of_80_columns_shows_every_head(heads: int) -> None:
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_plan(console, wide_plan(heads), Bought(), verbose=False)
+    print_plan(console, wide_plan(heads), Speedups(), verbose=False)
     text = console.export_text()
     console.file.close()
     assert "…" not in text
@@ -94,7 +94,7 @@ def test_a_browser_draws_it_so_that_it_can_be_read(heads: int, window: str, tmp_
 def test_a_browser_obeys_the_keyboard_and_colours_what_is_not_exact(tmp_path: Path) -> None:
     press = "$('grid').dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));"
     press = f"for (const key of ['ArrowDown', 'End']) {press}"
-    found = drawn(plan_page(wide_plan(2), Bought((1.3, 1.3), 1.5)), press, tmp_path)
+    found = drawn(plan_page(wide_plan(2), Speedups((1.3, 1.3), 1.5)), press, tmp_path)
     assert found.count('role="grid"') == 1
     # a third of the time, and exact heads, whatever theirs is
     assert found.count("background: rgb(254, 232, 56)") == 3
@@ -132,7 +132,7 @@ def test_sums_that_no_float_can_say_are_unknown() -> None:
 def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
     def printed(plan: Plan) -> str:
         console = Console(width=200, file=io.StringIO())
-        print_plan(console, plan, Bought((1.2, 1.29), 2.77), verbose=False)
+        print_plan(console, plan, Speedups((1.2, 1.29), 2.77), verbose=False)
         return str(console.file.getvalue())  # type: ignore[attr-defined]
 
     plan = replace(wide_plan(heads), protocol={"model": "owner/name", "held_out_sources": 2})
@@ -182,9 +182,9 @@ def test_a_report_speaks_for_its_own_plan_alone(tmp_path: Path) -> None:
     plan.write_text(make_plan().to_json())
     told: dict[str, Any] = {"whole_forward": [{"ratio": 1.3}], "price_exact_seconds": 3.0, "price_plan_seconds": 2.0}
     report.write_text(json.dumps({**told, "plan_sha256": digest(plan.read_bytes())}))
-    assert bought(tmp_path) == bought(plan) == Bought((1.3, 1.3), 1.5)
+    assert speedups_beside(tmp_path) == speedups_beside(plan) == Speedups((1.3, 1.3), 1.5)
     report.write_text(json.dumps({**told, "plan_sha256": digest(b"another")}))
-    assert bought(tmp_path) == Bought()
+    assert speedups_beside(tmp_path) == Speedups()
     for wrong in ({"whole_forward": 5}, {"whole_forward": [{"ratio": "fast"}]}, {"price_plan_seconds": -1.0}):
         report.write_text(json.dumps({**told, **wrong, "plan_sha256": digest(plan.read_bytes())}))
         adaattn("plan", "show", tmp_path, code=2, says="delete it, or calibrate again")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adaattn_cli.commands import CALIBRATE
-from adaattn_cli.job import LENGTHS, Job, count_tokens, fit_to_text, job_of
+from adaattn_cli.job import LENGTHS, Job, count_tokens, directories, fit_to_text, job_of
 from adaattn_cli.options import share
 from adaattn_hf.calibration.inputs import LEAST_HELD_OUT
 from adaattn_hf.calibration.settings import CalibrationSettings
@@ -197,7 +197,7 @@ def test_no_length_is_beyond_the_positions_of_the_model(book: Path) -> None:
 
 
 def job(model: str | None = None, **asked: Any) -> Job:
-    return job_of(CALIBRATE(model=model, **asked), Path("plan"), [Path("plan")])
+    return job_of(options := CALIBRATE(model=model, **asked), Path("plan"), directories(options))
 
 
 def test_a_job_is_of_what_was_named_or_of_what_is_packaged(tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ from .arguments import Options
 from .attention.call import AttentionCall, AttentionResult
 from .attention.gradients import sink_gradient
 from .attention.structure import MaskStructure
-from .backends import select
 from .backends.base import zero_output
 from .backends.native import launch
 from .backends.native.launch import computed, rules_of
 from .backends.native.library import missing
-from .run import packed_runs
+from .run import attend, packed_runs
 
 # Kernels of several names or versions may be loaded beside one another: each registers under its own.
 _NAMESPACE = __name__.partition(".")[0]
@@ -119,15 +118,7 @@ def traced_varlen(
 
 
 def masked_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    asked: Options,
-    backend: str | None = None,
-    *,
-    need_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, asked: Options, *, need_lse: bool = False
 ) -> AttentionResult:
     """Packed attention by a mask made of operations on tensors alone, so that whoever traces sees all of them."""
     i, j = torch.arange(q.shape[0], device=cu_q.device), torch.arange(k.shape[0], device=cu_k.device)
@@ -139,12 +130,7 @@ def masked_varlen(
     together = (of_i[:, None] == of_j[None]) & (of_i <= last)[:, None]
     mask = (together & within(p, j[None], asked))[None, None]
     structure = MaskStructure(1, q.shape[0], k.shape[0], mask=mask)
-    query, key, value = map(_heads_first, (q, k, v))
-    call = AttentionCall(
-        query, key, value, structure, asked.scaling,
-        softcap=asked.softcap, sink_logits=asked.sink_logits, need_lse=need_lse,
-    )  # fmt: skip
-    out, lse = select.attend(call, backend)
+    out, lse = attend(structure, *map(_heads_first, (q, k, v)), asked, need_lse=need_lse)
     return AttentionResult(out[0], None if lse is None else lse[0])
 
 

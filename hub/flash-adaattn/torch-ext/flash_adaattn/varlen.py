@@ -67,7 +67,7 @@ def flash_attn_varlen_func(
         out, lse = traced_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, need_lse=return_attn_probs)
     elif (transform := transform_at_work()) is not None:
         check_transform(None, transform, q, k)
-        out, lse = masked_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, "eager", need_lse=return_attn_probs)
+        out, lse = masked_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, need_lse=return_attn_probs)
     else:
         # the packed sequences as one batch row
         sums = tuple(cu_seqlens_q.tolist())
