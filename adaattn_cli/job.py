@@ -208,7 +208,8 @@ class Job:
             shorter += [f"--sequences {s.sequences // 2}"] * (s.sequences > 1)
         else:
             shorter += [f"--held-out {s.held_out // 2}"] * (s.held_out >= 2 * LEAST_HELD_OUT)
-        lines = [f"time: about {duration(total)} in all ({by_stage}); shorter with {', '.join(shorter)} or --minutes N"]
+        whole = f"{duration(total)} {'from the beginning, less what is kept' if self.options.resume else 'in all'}"
+        lines = [f"time: about {whole} ({by_stage}); shorter with {', '.join(shorter)} or --minutes N"]
         if s.minutes is not None and total > 60.0 * s.minutes:
             lines.append(f"--minutes {s.minutes:g} will end it before that, perhaps without a plan")
         return [*lines, f"Ctrl-C keeps what is measured by then in {self.target}, and --resume goes on with it"]

@@ -33,8 +33,7 @@ class Embedder:
         self.tokenizer = AutoTokenizer.from_pretrained(name)
         self.model = AutoModel.from_pretrained(name, attn_implementation="adaattn").eval()
         if self.model.dtype == torch.float16:  # slow on a CPU, and no CPU needs it
-            fast = level_here() in ("avx512_bf16", "amx")
-            self.model.to(torch.bfloat16 if fast else torch.float32)
+            self.model.to(torch.bfloat16 if level_here() == "amx" else torch.float32)
         adaattn_hf.prepare(self.model)
 
     @torch.inference_mode()

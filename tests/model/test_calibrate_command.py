@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -643,6 +644,8 @@ def test_before_anything_is_measured_it_is_said_how_long_it_takes_what_shortens_
         "--minutes 5 will end it before that, perhaps without a plan",
         "Ctrl-C keeps what is measured by then in p, and --resume goes on with it",
     ]
+    again = replace(job, options=CALIBRATE(resume=True)).outlook(stages)[0]
+    assert again.startswith("time: about 20 min from the beginning, less what is kept (measuring risks 10 min, ")
 
 
 def test_what_is_foretold_is_told_before_the_first_pass(
