@@ -115,8 +115,8 @@ def _check_profile(options: Options) -> None:
     options.heads = ()
     for text in options.maps:
         layer, _, head = text.partition(".")
-        if not (layer.isdecimal() and head.isdecimal()):
-            raise ValueError(f"map: got {text!r}, expected layer.head such as 3.7")
+        if not (layer.isdecimal() and head.isdecimal() and len(text) < 20):
+            raise ValueError(f"map: got {text!r:.80}, expected layer.head such as 3.7")
         options.heads += ((int(layer), int(head)),)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from rich.text import Text
 from adaattn_hf._files import parse_json, printable
 from adaattn_hf.eval.progress import tell
 from adaattn_hf.plans.choices import EXACT, Choice
-from adaattn_hf.plans.limits import LEVEL, MODEL, SOURCES, unproven, verdict_of
+from adaattn_hf.plans.limits import LEVEL, MODEL, SOURCES, Amount, unproven, verdict_of
 from adaattn_hf.plans.plan import Plan, PlanError
+from adaattn_hf.plans.record import GREATEST, read
 from adaattn_hf.plans.store import PLAN_FILE, text_file
 from adaattn_hf.plans.wording import allowed, at_most, counted, in_nats, legend, quotient, rise, share, times
 
@@ -49,9 +49,9 @@ class Speedups:
         passes = report.get("whole_forward", [])
         if not isinstance(passes, list) or not all(isinstance(one, Mapping) for one in passes):
             raise PlanError(f"whole_forward is {type(passes).__name__}, expected a list of measured passes")
-        ratios = [_figure(one, "ratio") for one in passes if one.get("aimed", True)]
+        ratios = [read(one.get("ratio"), Amount, "ratio") for one in passes if one.get("aimed", True)]
         prices = "price_exact_seconds", "price_plan_seconds"
-        exact, price = (_figure(report, name) if name in report else 0.0 for name in prices)
+        exact, price = (read(report.get(name, 0.0), Amount, name) for name in prices)
         return cls((min(ratios), max(ratios)) if ratios else None, quotient([exact], [price]))
 
 
@@ -92,7 +92,7 @@ def headline(plan: Plan, speedups: Speedups = UNMEASURED) -> str:
     words = [cost(plan) + rests, ", ".join(_speeds(plan, speedups))]
     cache = plan.protocol.get("cache")
     part = cache.get("share") if isinstance(cache, Mapping) and not unproven(plan) else None
-    if isinstance(part, int | float) and math.isfinite(part):
+    if isinstance(part, int | float) and 0.0 <= part <= GREATEST:
         words.append(f"cache {part:.2g} of the bytes")
     return " · ".join(filter(None, words))
 
@@ -142,13 +142,6 @@ def grounds(plan: Plan) -> str:
     number = plan.protocol.get(SOURCES)
     sources = f", {counted(number, 'source')}" if isinstance(number, int) and number > 1 else ""
     return f"{share(LEVEL)}, held-out text{sources}"
-
-
-def _figure(data: Mapping[str, Any], name: str) -> float:
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < math.inf:
-        raise PlanError(f"{name} is {value!r}, expected a number of 0 or more")
-    return float(value)
 
 
 def grid(plan: Plan) -> list[list[Choice]]:

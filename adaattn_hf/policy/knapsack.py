@@ -237,7 +237,7 @@ class SolverTable:
             constant = np.array(data["constant"], dtype=float)
             constant = constant[:, np.array(data["kind"], dtype=np.int64)]
             kept = None if data["kept"] is None else np.array(data["kept"], dtype=np.int64)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise ValueError(f"table: not one that `adaattn calibrate` wrote ({error!r}); calibrate again") from error
         shape = (len(units), len(choices))
         if (

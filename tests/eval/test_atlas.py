@@ -99,7 +99,7 @@ def test_the_packages_text_is_for_its_model_alone(llama: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(("words", "code", "says"), [
-    (("--map", "1"), 2, "layer.head"),
+    (("--map", "1"), 2, "layer.head"), (("--map", "9" * 5000 + ".0"), 2, "layer.head"),
     (("--against", "nowhere"), 2, "no map"), (("--map", "0.0", "--against", "nowhere"), 4, "does not exist"),
     (("--length", "65"), 2, "at most the 64"), (("--plan", "nowhere"), 4, "does not exist"),
     (("--threads", "0"), 2, "threads"), (("--output-dir", f"{__file__}/out"), 2, "cannot be made"),

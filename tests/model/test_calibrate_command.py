@@ -525,7 +525,7 @@ def test_a_budget_that_cannot_be_met_has_a_code_a_sentence_and_a_report_of_json(
 @pytest.mark.parametrize(("more", "words"), [
     (("--lengths", "4x"), "lengths is '4x', expected numbers of tokens"),
     (("--lengths", "9k"), "lengths is [9216], expected at most the "),
-    (("--data", "nowhere.txt"), "nowhere.txt does not exist"),
+    (("--data", "nowhere.txt"), "nowhere.txt does not exist"), (("--lengths", "9" * 5000), "9, expected numbers"),
     (("--dtype", "float33"), "Invalid value for '--dtype'"),
     (("--families", "windows"), "Did you mean 'window'"), (("--families", ","), "expected some of window,"),
     (("--threads", "0"), "threads is 0, expected from 1 to"),

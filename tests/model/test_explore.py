@@ -95,7 +95,7 @@ def test_a_table_survives_its_file_and_refuses_what_is_none(made: tuple[Measurem
     assert np.array_equal(again.prices, table.prices)
     assert np.array_equal(again.risks, table.risks)
     assert again.solve(1e-3).picks.tolist() == table.solve(1e-3).picks.tolist()
-    for broken in ({}, {**data, "prices": [[1.0]]}, {**data, "units": 5}):
+    for broken in ({}, {**data, "prices": [[1.0]]}, {**data, "units": 5}, {**data, "kept": 10**400}):
         with pytest.raises(ValueError, match="calibrate again"):
             SolverTable.from_dict(broken)
     broken_prices = {"constant": [[[-1.0] * len(data["choices"])]], "kind": [0] * len(data["units"])}

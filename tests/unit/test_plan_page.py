@@ -145,6 +145,7 @@ def test_a_plan_says_what_its_picture_shows_and_leaves_out(heads: int) -> None:
     kept = {"stored": "int8", "streaming": False, "share": 0.5641, "verified": asdict(plan.verified)}
     cached = replace(plan, protocol={"cache": kept})
     assert printed(cached).splitlines()[0].endswith(" · cache 0.56 of the bytes")
+    assert "of the bytes" not in printed(replace(plan, protocol={"cache": {**kept, "share": 10**400}}))
 
 
 def test_every_layer_of_the_model_is_drawn_and_counted() -> None:
@@ -185,7 +186,8 @@ def test_a_report_speaks_for_its_own_plan_alone(tmp_path: Path) -> None:
     assert speedups_beside(tmp_path) == speedups_beside(plan) == Speedups((1.3, 1.3), 1.5)
     report.write_text(json.dumps({**told, "plan_sha256": digest(b"another")}))
     assert speedups_beside(tmp_path) == Speedups()
-    for wrong in ({"whole_forward": 5}, {"whole_forward": [{"ratio": "fast"}]}, {"price_plan_seconds": -1.0}):
+    huge = {"whole_forward": [{"ratio": 10**400}]}
+    for wrong in ({"whole_forward": 5}, {"whole_forward": [{"ratio": "fast"}]}, huge, {"price_plan_seconds": -1.0}):
         report.write_text(json.dumps({**told, **wrong, "plan_sha256": digest(plan.read_bytes())}))
         adaattn("plan", "show", tmp_path, code=2, says="delete it, or calibrate again")
 
