@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adaattn_hf.attention.stored import BITS
+from adaattn_hf.attention.stored import CACHE_FORMATS
 from adaattn_hf.errors import UsageError, unknown
 
 RECIPES = ("rolling", "strided")
@@ -40,7 +40,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.baseline:
             object.__setattr__(self, "baseline", "sdpa" if self.baseline_plan is None else self.attn_implementation)
-        for name, accepted in (("windows", RECIPES), ("padding", PADDINGS), ("cache", ("model", *BITS))):
+        for name, accepted in (("windows", RECIPES), ("padding", PADDINGS), ("cache", CACHE_FORMATS)):
             value = getattr(self, name)
             if value is not None and value not in accepted:
                 raise UsageError(unknown(name, value, accepted))

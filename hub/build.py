@@ -36,12 +36,10 @@ LEAST_TORCH = "26"
 ALLOWED = {*sys.stdlib_module_names, "torch", "triton"}
 WHERE_INSTALLED = {
     "backends/triton/": {"numpy"},
-    "backends/flash/": {"cutlass", "flash_attn"},
     "plans/store.py": {"huggingface_hub", "safetensors"},
 }
 """What modules of a directory may import besides: they are themselves imported at the first call of a CUDA device that
-needs them, and the last two where a plan's files are asked for, which no kernel does. numpy and these come with
-Transformers; the flash-attn packages are looked for before."""
+needs it, and the last two where a plan's files are asked for, which no kernel does. All come with Transformers."""
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 """Newest versions of system symbols that a published library may need: those of manylinux_2_28."""
 

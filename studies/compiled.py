@@ -82,7 +82,7 @@ def on(sm: int, believed: int | None = None) -> list[Launch]:
     """Notes launches in a list from now on, compiled for a device; the backend believes that it is another one."""
     facts, found, shared = of_sm(divmod(believed or sm, 10)), list[Launch](), of_sm(divmod(sm, 10)).shared_memory
     driver.set_active(NoDevice(sm))
-    vars(capability).update(_has_devices=lambda: True, _of_device=lambda index: facts)
+    vars(capability)["_sm"] = lambda index: believed or sm
     torch.cuda.current_device = lambda: 0
     # tensors are a processor's here
     assumed = launching.DeviceFacts(True, facts.shared_memory, 132, facts.tiles, facts.sm == (9, 0))

@@ -252,6 +252,12 @@ class AttentionCall:
         assert kind is not None, "what was checked fits"
         return kind
 
+    def with_positive_scaling(self) -> AttentionCall:
+        """The same call by a factor above 0, for kernels that divide by it, or compare scores before they multiply."""
+        if self.scaling > 0:
+            return self
+        return replace(self, query=self.query * (-1.0 if self.scaling else 0.0), scaling=-self.scaling or 1.0)
+
     def dequantised(self) -> AttentionCall:
         """The same call with keys and values as numbers: itself, unless they are codes of a cache."""
         if self.stored is None:

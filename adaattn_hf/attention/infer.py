@@ -21,7 +21,7 @@ def infer_structure(call: AttentionCall) -> AttentionCall | None:
     Looks at data.
     """
     structure, bias = call.structure, call.bias
-    if structure.mask is None and bias is not None and structure.kind == "full" and not bias.requires_grad:
+    if structure.mask is None and bias is not None and structure.shape == "full" and not bias.requires_grad:
         hides = bias <= torch.finfo(bias.dtype).min / 2
         if not bool((hides | (bias == 0)).all()) or numbers_alone(call):
             return call

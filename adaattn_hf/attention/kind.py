@@ -52,7 +52,7 @@ class CallKind(NamedTuple):
         dtype, key_dtype, value_dtype: Those of the three tensors; they differ where keys and values are codes.
         heads, kv_heads: Query heads and key/value heads.
         head_dim, head_dim_v: Channels of queries and keys, and of values; of a value in four bits, too.
-        shape: That of the structure (`MaskStructure.kind`), or `irregular` if the padding has holes, so that rows are
+        shape: That of the structure (`MaskStructure.shape`), or `irregular` if the padding has holes, so that rows are
             not contiguous runs.
         features: The bits of this module. `LOOKED`: the padding was read, and `HOLES` says whether it has any.
             `BEHIND`: queries of a run stand behind its last key. `CUT_SINKS`: runs need not hold a sequence's first
@@ -113,9 +113,7 @@ class CallKind(NamedTuple):
     @property
     def stored(self) -> str | None:
         """The format that a cache keeps keys and values in, None where they are plain numbers."""
-        if not self.features & STORED:
-            return None
-        return format_of(self.value_dtype)
+        return format_of(self.value_dtype) if self.features & STORED else None
 
     @property
     def light_training(self) -> bool:
@@ -168,7 +166,7 @@ def facts_of(structure: MaskStructure, device: str, named: bool) -> Facts:
     Padding is looked at, for which the host may have to wait for a device, where that is worth it, and where a backend
     is `named` always.
     """
-    shape, features, packed = structure.kind, PAGES if structure.paged else 0, 0
+    shape, features, packed = structure.shape, PAGES if structure.paged else 0, 0
     batch, q_len, keys = structure.batch, structure.q_len, structure.kv_len
     numbers = type(q_len) is type(keys) is int  # in torch.jit.trace extents are tensors
     looks = shape == "ragged" and not features and device != "meta" and numbers

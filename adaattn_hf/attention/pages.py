@@ -25,6 +25,7 @@ class Pages(MaskStructure):
 
     paged: ClassVar[bool] = True
     one_offset: ClassVar[bool] = False
+    plain: ClassVar[bool] = False
     table: Tensor
     borders: Tensor
     page: int
@@ -33,11 +34,6 @@ class Pages(MaskStructure):
     def of(cls, table: Tensor, borders: Tensor, page: int, kv_len: int, window: int | None) -> Pages:
         """The structure of a step over `kv_len` keys of all pages together."""
         return cls(len(table), 1, kv_len, True, window=window, table=table, borders=borders, page=page)
-
-    @property
-    def plain(self) -> bool:
-        """Never: the table says what is visible."""
-        return False
 
     @property
     def longest(self) -> int:

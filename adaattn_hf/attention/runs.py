@@ -21,6 +21,7 @@ class Runs(MaskStructure):
     """
 
     one_offset: ClassVar[bool] = False
+    plain: ClassVar[bool] = False
     runs: tuple[Segment, ...] = ()
     firsts: tuple[int, ...] = ()
     """The place of each run's first query in its sequence, of which a cache may have dropped the first tokens."""
@@ -31,11 +32,6 @@ class Runs(MaskStructure):
         documents = torch.zeros(1, kv_len, dtype=torch.int32, device="cpu")  # not read: the runs say it
         firsts = tuple(run.offset for run in runs)
         return cls(batch, q_len, kv_len, causal, 0, window, k_segments=documents, runs=tuple(runs), firsts=firsts)
-
-    @property
-    def plain(self) -> bool:
-        """Never: the runs say what is visible."""
-        return False
 
     @property
     def query_positions(self) -> tuple[int, int]:
@@ -82,7 +78,7 @@ class Runs(MaskStructure):
         return keep[:, :, start:stop] if rows is None else keep[:, :, rows.to(device)]
 
 
-def own_rows(structure: MaskStructure) -> Tensor:
+def query_counts(structure: MaskStructure) -> Tensor:
     """`[batch or 1, q_len]`, on the host: how many queries of its sequence come with each; padding does not count."""
     if isinstance(structure, Runs):
         counts = torch.zeros(structure.batch, structure.q_len, dtype=torch.long, device="cpu")
@@ -100,7 +96,7 @@ def own_rows(structure: MaskStructure) -> Tensor:
     return torch.zeros_like(number).scatter_add(1, number, counted.long()).gather(1, number)
 
 
-def only(structure: MaskStructure, chosen: Tensor) -> MaskStructure:
+def restricted(structure: MaskStructure, chosen: Tensor) -> MaskStructure:
     """The structure in which sequences see nothing whose queries are not `chosen` `[batch or 1, q_len]`."""
     if isinstance(structure, Runs):
         runs = [

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from .tracing import transient
 
 BITS = {"int8": 8, "k8v4": 4}
 """Bits of a value's code, by the name of the format; keys have eight."""
+CACHE_FORMATS = ("model", *BITS)
+"""Names of all formats that a cache may have; `model` keeps numbers in the model's dtype."""
 INT8_LEVELS = 127
 """The largest code of 8 bits: -128 is left out, so that a number and its negative round alike."""
 
@@ -56,14 +58,9 @@ class StoredKV:
 
     def of_heads(self, heads: Sequence[int]) -> StoredKV:
         """The record of some key/value heads."""
-        heads = list(heads)
-        return replace(
-            self,
-            key_scale=self.key_scale[:, heads],
-            value_scale=self.value_scale[:, heads],
-            key_mean=None if self.key_mean is None else self.key_mean[:, heads].contiguous(),
-            first_key=None if self.first_key is None else self.first_key[:, heads].contiguous(),
-        )
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {name: tensor[:, list(heads)].contiguous() for name, tensor in tensors.items() if tensor is not None}
+        return StoredKV(**chosen)
 
     def check_device(self, device: torch.device) -> None:
         """Refuses a record of which a tensor does not lie where its codes do."""

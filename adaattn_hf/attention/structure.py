@@ -103,15 +103,15 @@ class MaskStructure:
         return self.window + (self.sinks if self.causal else 0) < length
 
     @property
-    def kind(self) -> str:
+    def shape(self) -> str:
         """Name of the shape: `full`, `causal`, `suffix`, `window`, `ragged` or `irregular`.
 
         `suffix` is causal with queries that stand after the first key (chunked prefill, one decode step); `ragged`
         needs data (padding, documents, a device-side offset) to become segments.
         """
-        return self.cached(MaskStructure._kind)
+        return self.cached(MaskStructure._shape)
 
-    def _kind(self) -> str:
+    def _shape(self) -> str:
         if self.spans is not None or self.mask is not None:
             return "irregular"
         if not self.plain:

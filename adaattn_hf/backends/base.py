@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
 from ..attention.call import AttentionCall, AttentionResult, head_dim_of
 from ..attention.kind import OPTIONS, CallKind
+from ..attention.structure import MaskStructure
 
 if TYPE_CHECKING:
     from ..attention.heads import HeadRules
-    from ..attention.structure import MaskStructure
 
 Made = TypeVar("Made")
+
+PerHead: TypeAlias = "HeadRules | None"
+"""Rules per head, None where all heads of a call do the same."""
 
 Kernel = Callable[[AttentionCall], AttentionResult]
 """Computes calls of one kind: whatever had to be looked at, chosen or compiled for the kind is behind it.
@@ -100,16 +103,16 @@ class Backend(Protocol):
         """All the reasons why a call of this kind cannot be served; empty if it can."""
         return tuple(self.supports.refusals(kind))
 
-    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: PerHead) -> Kernel:
         """The kernel of a kind that is not refused, for calls whose rules per head are `rules`: the only way in.
 
         Asked once for each kind, and rules; in a traced graph at each call. Calls have something to compute.
         """
         ...
 
-    def launches(self, rules: HeadRules) -> tuple[str, ...]:
-        """Name of the launch that serves each key/value head of a call with such rules; one launch for all."""
-        return ("one launch",) * len(rules.windows)
+    def launch_name(self, precision: str) -> str:
+        """Name of the launch that serves the heads of a precision in a call with rules per head; one launch for all."""
+        return "one launch"
 
 
 @torch.compiler.assume_constant_result

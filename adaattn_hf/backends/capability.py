@@ -57,18 +57,10 @@ def of_level(level: str) -> Capability:
     return Capability((0, 0), bf16=half, fp8=False, int8=half, tiles=level == "amx")
 
 
-def _of_device(index: int) -> Capability:
-    return of_sm(torch.cuda.get_device_capability(index))
-
-
-def _has_devices() -> bool:
-    return torch.cuda.is_available() and torch.version.hip is None
-
-
 @torch.compiler.assume_constant_result
-def _sm_while_tracing(index: int | None) -> int:
-    """For a traced graph: 90 for 9.0, 0 for none. One number, as torch 2.11 cannot compare tuples of constants."""
-    if not _has_devices():
+def _sm(index: int | None) -> int:
+    """90 for 9.0, 0 for none: one number, as torch 2.11 cannot compare tuples of constants in a traced graph."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         return 0
     major, minor = torch.cuda.get_device_capability(torch.cuda.current_device() if index is None else index)
     return 10 * major + minor
@@ -76,11 +68,8 @@ def _sm_while_tracing(index: int | None) -> int:
 
 def capability(device: torch.device | int | None = None) -> Capability | None:
     """The record of a CUDA device, by default the current one; None where there is none, or one of another vendor."""
-    index = device.index if isinstance(device, torch.device) else device
-    if torch.compiler.is_compiling():
-        sm = _sm_while_tracing(index)
-        return of_sm((sm // 10, sm % 10)) if sm else None
-    return _of_device(torch.cuda.current_device() if index is None else index) if _has_devices() else None
+    sm = _sm(device.index if isinstance(device, torch.device) else device)
+    return of_sm((sm // 10, sm % 10)) if sm else None
 
 
 def cpu_name() -> str:

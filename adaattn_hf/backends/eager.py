@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..attention.call import AttentionCall, AttentionResult
 from ..attention.kind import BIAS, COMPILING, DROPOUT, GRAD, LSE, OPAQUE, SINKS, SOFTCAP, STORED, CallKind
 from ..attention.softmax import softmax_parts, weighted
-from .base import Backend, Kernel, Supports
-
-if TYPE_CHECKING:
-    from ..attention.heads import HeadRules
+from .base import Backend, Kernel, PerHead, Supports
 
 
 def _parts(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +34,7 @@ class EagerBackend(Backend):
         "three plain operations", DROPOUT | SOFTCAP | SINKS | BIAS | LSE | GRAD | COMPILING | OPAQUE | STORED
     )
 
-    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: PerHead) -> Kernel:
         """The same for every kind."""
         return _attend
 

@@ -35,7 +35,7 @@ MAX_KINDS = 1024
 Kernels = dict[tuple[CallKind, "str | None"], "Kernel | None"]
 """Kernels by the kind of call and the backend that was named; None where all that may be asked refuse it."""
 
-launches: Kernels = {}
+plain_kernels: Kernels = {}
 """The kernels of calls without rules per head; those of other calls are kept with their `HeadRules`."""
 
 _LOOK_CLOSER = COMPILING | SYMBOLIC | DROPOUT | SOFTCAP | SINKS | BIAS
@@ -105,13 +105,13 @@ def kernel_of(call: AttentionCall, backend: str | None = None, compiling: bool |
     if kind is None or kind.features & _LOOK_CLOSER:
         return _looked_up(call, backend)
     rules = call.per_head
-    kernel = (launches if rules is None else rules.kernels).get((kind, backend))
+    kernel = (plain_kernels if rules is None else rules.kernels).get((kind, backend))
     return _looked_up(call, backend) if kernel is None else kernel
 
 
 def _looked_up(call: AttentionCall, backend: str | None) -> Kernel | None:
     kind, rules = call.checked_kind(backend is not None), call.per_head
-    kernels: Kernels = launches if rules is None else rules.kernels
+    kernels: Kernels = plain_kernels if rules is None else rules.kernels
     key, traced = (kind, backend), kind.features & (COMPILING | SYMBOLIC)
     if not traced:
         with suppress(KeyError):  # in one look: between two of them another thread may take the kernel out

@@ -25,15 +25,13 @@ class LayerLaunch(NamedTuple):
         heads: Key/value heads that share a call.
         rules: Those of these heads, None if all are exact.
         ending: The same rules, which end with the plan's lengths.
-        separate: Choices that need a call of their own, with their heads.
-        whole: Whether all heads share one call.
+        separate: Choices that need a call of their own, with their heads; where there are none, `heads` are all.
     """
 
     heads: tuple[int, ...]
     rules: HeadRules | None
     ending: HeadRules | None
     separate: tuple[tuple[Choice, tuple[int, ...]], ...]
-    whole: bool
 
 
 BOUND_LAYERS: WeakValueDictionary[int, BoundLayer] = WeakValueDictionary()
@@ -55,7 +53,7 @@ class BoundLayer:
         owner: A weak reference to what bound the plan to a model, None where no model runs by it. Copies have none, as
             a copied layer is part of no model that was checked.
         handle: Number by which traced graphs refer to the layer.
-        launches: The choices with the key/value heads that take each, in order of first appearance.
+        heads_by_choice: The choices with the key/value heads that take each, in order of first appearance.
         decode, prefill: The calls for sequences with fewer than `MIN_PREFILL_ROWS` query rows, and for all others.
         counts_rows: Whether it depends on the query rows of a sequence what is computed.
         has_gradient: Whether gradients flow through every choice.
@@ -69,7 +67,7 @@ class BoundLayer:
     dtype: str = ""
     owner: Any = field(default=None, repr=False)
     handle: int = field(default_factory=itertools.count().__next__, init=False, repr=False)
-    launches: tuple[tuple[Choice, tuple[int, ...]], ...] = field(init=False, repr=False)
+    heads_by_choice: tuple[tuple[Choice, tuple[int, ...]], ...] = field(init=False, repr=False)
     decode: LayerLaunch = field(init=False, repr=False)
     prefill: LayerLaunch = field(init=False, repr=False)
     counts_rows: bool = field(init=False, repr=False)
@@ -80,7 +78,7 @@ class BoundLayer:
         choices, groups = self.plan.choices, dict[Choice, list[int]]()
         for head, choice in enumerate(choices):
             groups.setdefault(choice, []).append(head)
-        self.launches = tuple((choice, tuple(heads)) for choice, heads in groups.items())
+        self.heads_by_choice = tuple((choice, tuple(heads)) for choice, heads in groups.items())
         self.decode, self.prefill = self._launch(True), self._launch(False)
         self.counts_rows = self.exact_steps or any(choice.operands for choice in groups)
         self.has_gradient = all(choice.has_gradient for choice in groups)
@@ -127,7 +125,7 @@ class BoundLayer:
         """
         if self._over_codes is not None:
             return self._over_codes
-        lost = [choice.label for choice, _ in self.launches if choice.for_quantised_cache() is None]
+        lost = [choice.label for choice, _ in self.heads_by_choice if choice.for_quantised_cache() is None]
         if lost:
             raise ValueError(
                 f"plan of layer {self.plan.layer}: {', '.join(lost)} looks at the keys themselves, and the cache "
@@ -160,15 +158,15 @@ class BoundLayer:
         return self.has_gradient and tensors.key_mean is None and not tensors.query_basis and not tensors.key_basis
 
     def _launch(self, decode: bool) -> LayerLaunch:
-        by_choice = {choice: choice.head_rule(decode) for choice, _ in self.launches}
+        by_choice = {choice: choice.head_rule(decode) for choice, _ in self.heads_by_choice}
         rules = {head: rule for head, choice in enumerate(self.plan.choices) if (rule := by_choice[choice]) is not None}
-        separate = tuple((choice, heads) for choice, heads in self.launches if by_choice[choice] is None)
+        separate = tuple((choice, heads) for choice, heads in self.heads_by_choice if by_choice[choice] is None)
         heads, together = tuple(rules), None
         if any(rules.values()):
             mean = self.tensors.key_mean if any(rule.get("precision") == "int8" for rule in rules.values()) else None
             together = head_rules([*rules.values()], None if mean is None else mean[[*heads]])
         ending = None if together is None else replace(together, until=self.max_length)
-        return LayerLaunch(heads, together, ending, separate, not separate)
+        return LayerLaunch(heads, together, ending, separate)
 
 
 def head_rules(rules: Sequence[Mapping[str, Any]], key_mean: Tensor | None = None) -> HeadRules:

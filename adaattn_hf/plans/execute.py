@@ -21,7 +21,7 @@ from ..attention.gradients import Refusing
 from ..attention.heads import joined_heads, some_heads, some_range
 from ..attention.infer import infer_structure, numbers_alone
 from ..attention.kind import HEAD_WINDOWS, PER_HEAD
-from ..attention.runs import only
+from ..attention.runs import restricted
 from ..attention.structure import OPERANDS, MaskStructure
 from ..attention.tracing import jit_trace
 from ..backends import select
@@ -38,14 +38,14 @@ def launch_names(choices: Sequence[Choice], call: AttentionCall) -> dict[str, st
     """
     kind, names = call.checked_kind(), {choice.label: choice.label for choice in choices}
     for choice in choices:
-        if (rule := choice.head_rule(few=False)) is None:
+        if (rule := choice.head_rule(decode=False)) is None:
             continue
         rules = head_rules([rule])
         # exact heads share the launch of heads with rules
         windows = 0 if rule else HEAD_WINDOWS | PER_HEAD
         backend, _ = select.find(kind._replace(features=kind.features | rules.features | windows))
         if backend is not None:
-            names[choice.label] = f"{backend.name}: {backend.launches(rules)[0]}"
+            names[choice.label] = f"{backend.name}: {backend.launch_name(rules.precisions[0])}"
     return names
 
 
@@ -78,7 +78,7 @@ def weights(bound_layer: BoundLayer, call: AttentionCall) -> Tensor:
     def planned(bound_layer: BoundLayer, part: AttentionCall, decode: bool) -> AttentionResult:
         parts = [
             (heads, exact(choice.defined(some_heads(part, heads), heads, bound_layer.tensors)))
-            for choice, heads in bound_layer.launches
+            for choice, heads in bound_layer.heads_by_choice
         ]
         return joined_heads(parts, part.query.shape[1] // part.key.shape[1])
 
@@ -99,7 +99,7 @@ def _by_rows(
         return _where(alone[0], exact(call), _by_rows(bound_layer, alone[1], exact, planned))
     if call.structure.mask is not None or call.bias is not None:
         inferred = infer_structure(call)
-        counting = [choice.label for choice, _ in bound_layer.launches if choice.keys is not None]
+        counting = [choice.label for choice, _ in bound_layer.heads_by_choice if choice.keys is not None]
         if inferred is None and counting:
             raise ValueError(
                 "attention_mask: got a dense one that is neither causal, padded, windowed nor made of documents, and "
@@ -110,7 +110,7 @@ def _by_rows(
     structure, limit, rows = call.structure, bound_layer.max_length, call.query.shape[2]
     decode, speaks = bound_layer.speaks_for(structure)
     if isinstance(decode, Tensor):  # steps and prefills in one call
-        parts = [replace(call, structure=only(structure, chosen)) for chosen in (decode, ~decode)]
+        parts = [replace(call, structure=restricted(structure, chosen)) for chosen in (decode, ~decode)]
         steps, prefills = (_by_rows(bound_layer, part, exact, planned) for part in parts)
         return _where(decode[:, None, :, None], steps, prefills)
     # the plan speaks for all rows before `first` and for none from `last` on; between them rows of a batch differ
@@ -203,12 +203,12 @@ def _planned(backend: str | None, bound_layer: BoundLayer, call: AttentionCall, 
     launch = bound_layer.decode if decode else bound_layer.prefill
     parts: list[tuple[Sequence[int], AttentionResult]] = []
     if launch.heads:
-        together = replace(call if launch.whole else some_heads(call, launch.heads), per_head=launch.rules)
+        together = replace(some_heads(call, launch.heads) if launch.separate else call, per_head=launch.rules)
         if (kernel := select.kernel_of(together, backend)) is not None:
-            if launch.whole:
+            if not launch.separate:
                 return kernel(together)
             parts.append((launch.heads, kernel(together)))
-    for choice, heads in launch.separate if parts else bound_layer.launches:
+    for choice, heads in launch.separate if parts else bound_layer.heads_by_choice:
         part = some_heads(call, heads)
         parts.append((heads, choice.attend(part, heads, bound_layer.tensors, backend)))
     return joined_heads(parts, call.query.shape[1] // call.key.shape[1])
@@ -216,7 +216,7 @@ def _planned(backend: str | None, bound_layer: BoundLayer, call: AttentionCall, 
 
 def no_gradient(bound_layer: BoundLayer) -> str:
     """Returns the sentence for training under a layer's plan without a gradient."""
-    lost = ", ".join(choice.label for choice, _ in bound_layer.launches if not choice.has_gradient)
+    lost = ", ".join(choice.label for choice, _ in bound_layer.heads_by_choice if not choice.has_gradient)
     return (
         f"plan of layer {bound_layer.plan.layer}: {lost} rounds to int8, which has no gradient; train with "
         "adaattn_hf.remove_plan(model), or calibrate without int8 (--families window,bf16)"
@@ -270,15 +270,14 @@ def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 def _is_whole(handle: int, kv_heads: int) -> bool:
     # constant, as what is worked out once is not for a traced graph to do
     launch = BOUND_LAYERS[handle].decode
-    return launch.whole and len(launch.heads) == kv_heads
+    return not launch.separate and len(launch.heads) == kv_heads
 
 
 def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -> Tensor:
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler
-    elsewhere = not compiler.is_dynamo_compiling() and (compiler.is_compiling() or jit_trace() is not None)
-    if elsewhere or getattr(compiler, "_is_exporting_flag", False):
+    if not compiler.is_dynamo_compiling() or getattr(compiler, "_is_exporting_flag", False):
         raise ValueError(
             f"plan of layer {bound_layer.plan.layer}: a plan belongs to this process and cannot be exported; export "
             "the model after adaattn_hf.remove_plan(model)"

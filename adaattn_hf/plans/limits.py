@@ -12,9 +12,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from . import wording
 from .record import GREATEST, PlanError, read_fields
-from .wording import at_most, in_nats, rise, share, signed_nats
+from .wording import allowed, at_most, in_nats, rise, share, signed_nats
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -219,7 +218,7 @@ class Gates:
         reasons = []
         if not upper <= self.budget:
             reasons.append(
-                f"the perplexity may rise by {at_most(upper)}, {wording.allowed(self.budget)} is allowed (the upper "
+                f"the perplexity may rise by {at_most(upper)}, {allowed(self.budget)} is allowed (the upper "
                 f"bound of Δnll is {in_nats(upper)} nats/token, above {in_nats(self.budget)})"
             )
         if not kl <= self.most_kl:
@@ -264,7 +263,7 @@ def words(proof: Verified, gates: Gates) -> str:
     """Returns the figures of a verdict that passed, and the limits on loss and KL that they keep, for a reader."""
     return (
         f"passed: perplexity {rise(proof.delta_nll)}, at most {at_most(proof.upper)}, allowed "
-        f"{wording.allowed(gates.budget)} (Δnll {signed_nats(proof.delta_nll)}, at most {signed_nats(proof.upper)} at "
+        f"{allowed(gates.budget)} (Δnll {signed_nats(proof.delta_nll)}, at most {signed_nats(proof.upper)} at "
         f"{share(proof.confidence, 2)}, budget {in_nats(gates.budget)} nats/token; mean KL {in_nats(proof.kl)}, "
         f"allowed {in_nats(gates.most_kl)})"
     )

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from .._files import parse_json, write_atomically
-from ..attention.stored import BITS
+from ..attention.stored import CACHE_FORMATS
 from . import store
 from .card import card
 from .choices import EXACT, Choice
@@ -154,15 +154,14 @@ class Plan:
         cache = self.protocol.get("cache")
         if cache is None:
             return None
-        formats = ("model", *BITS)
         if (
             not isinstance(cache, Mapping)
             or not isinstance(cache.get("streaming"), bool)
-            or cache.get("stored") not in formats
+            or cache.get("stored") not in CACHE_FORMATS
         ):
             raise PlanError(
-                f"protocol.cache is {cache!r:.120}, expected a mapping with stored, one of {', '.join(formats)}, and "
-                "streaming, true or false"
+                f"protocol.cache is {cache!r:.120}, expected a mapping with stored, one of {', '.join(CACHE_FORMATS)}, "
+                "and streaming, true or false"
             )
         return cache["stored"], cache["streaming"]
 
@@ -204,10 +203,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON data, lists for tuples."""
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        data["layers"] = [layer.to_dict() for layer in self.layers]
-        data["units"] = [asdict(unit) for unit in self.units]
-        data["verified"] = None if self.verified is None else asdict(self.verified)
+        data = asdict(self) | {"layers": [layer.to_dict() for layer in self.layers]}
         plain: dict[str, Any] = json.loads(json.dumps(data))
         return plain
 
@@ -263,7 +259,7 @@ class Plan:
             except PlanError as error:
                 raise PlanError(f"{file}: {error}; expected the adaattn_plan.json of `adaattn calibrate`") from error
         if plan.tensors:
-            store.keep_held(plan.tensors, source, settings)
+            store.read_tensors(plan.tensors, source, settings)
         return plan
 
     def save_pretrained(self, directory: str | Path) -> None:

@@ -94,7 +94,7 @@ def losses(bound_layer: BoundLayer, call: AttentionCall, rows: Tensor) -> Tensor
     totals = torch.zeros(kv_heads, count, dtype=torch.float32, device="cpu")
     # short calls are computed in the model's precision: repeat rows, so that the sample of a long call is not short
     many = rows.repeat(-(-MIN_PREFILL_ROWS // count)) if q_len >= MIN_PREFILL_ROWS > count else rows
-    for choice, heads in bound_layer.launches:
+    for choice, heads in bound_layer.heads_by_choice:
         part = some_heads(call, heads)
         # each by itself, as calibration measures them
         for alone, at in ((Choice(choice.keys), rows), (Choice(None, choice.operands), many)):

@@ -41,7 +41,7 @@ def plan_file(source: str | Path) -> Path:
     """Returns the file that holds a plan, in a directory, a repository of the Hub, or by itself; PlanError if none."""
     path = Path(source)
     try:
-        file = path if path.is_file() else _beside(source, PLAN_FILE) or _beside(source, CONFIG_FILE)
+        file = path if path.is_file() else _found_in(source, PLAN_FILE) or _found_in(source, CONFIG_FILE)
     except OSError as error:  # a name that is too long, or a directory that may not be entered
         raise PlanError(
             f"plan: got {str(source)!r:.80}, expected one that can be opened ({error.strerror}); give another"
@@ -103,20 +103,20 @@ def remember_tensors(tensors: dict[str, Tensor]) -> str:
     """
     name = hashlib.sha256(file_of(tensors)).hexdigest() if tensors else ""
     if tensors:
-        _use(name, dict(tensors))
+        _remember(name, dict(tensors))
     return name
 
 
-def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[str, Tensor]:
+def tensors_of(name: str, source: str | None = None, settings: Any = None) -> dict[str, Tensor]:
     """Returns a plan's tensors by their hash: from memory, from their file, or from settings that carry them.
 
     PlanError: they are nowhere, or others than the plan names.
     """
     with _lock:  # whoever moves them to the end takes them out first
         remembered = _tensors.get(name)
-        tensors = None if remembered is None else _use(name, remembered)
+        tensors = None if remembered is None else _remember(name, remembered)
     if tensors is None:
-        tensors = keep_held(name, source or "", raw)
+        tensors = read_tensors(name, source or "", settings)
     if tensors is None:
         raise PlanError(
             f"the plan needs {TENSORS_FILE}, which is not in {source!r}; copy it beside the weights, or call "
@@ -125,13 +125,13 @@ def tensors_of(name: str, source: str | None = None, raw: Any = None) -> dict[st
     return tensors
 
 
-def layer_tensors(name: str, index: int, source: str | None, raw: Any) -> LayerTensors:
+def layer_tensors(name: str, index: int, source: str | None, settings: Any) -> LayerTensors:
     """Returns a layer's bases and means of the plan's tensors of that hash, and adds all to a model's settings."""
-    tensors = tensors_of(name, source, raw)
-    if isinstance(raw, dict) and raw.get(CARRIED) is None:  # so that they are saved with the model
+    tensors = tensors_of(name, source, settings)
+    if isinstance(settings, dict) and settings.get(CARRIED) is None:  # so that they are saved with the model
         data = file_of(tensors)
         if len(data) <= MOST_CARRIED:
-            raw[CARRIED] = base64.b64encode(data).decode("ascii")
+            settings[CARRIED] = base64.b64encode(data).decode("ascii")
     mean, bases = None, dict[str, dict[int, Tensor]](query_basis={}, key_basis={})
     for key, tensor in tensors.items():
         named = _NAMED.fullmatch(key)
@@ -166,7 +166,7 @@ def text_file(file: Path) -> str:
         raise PlanError(f"{file} is no UTF-8 text: {error}; expected a plan as JSON") from error
 
 
-def _beside(source: str | Path, name: str) -> Path | None:
+def _found_in(source: str | Path, name: str) -> Path | None:
     path = Path(source)
     folder = path.parent if path.is_file() else path
     words = str(source)
@@ -183,12 +183,12 @@ def _beside(source: str | Path, name: str) -> Path | None:
         raise PlanError(f"{words}: its {name} cannot be had from the Hub: {error}") from error
 
 
-def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | None:
+def read_tensors(name: str, source: str | Path, settings: Any) -> dict[str, Tensor] | None:
     """Keeps and returns the tensors beside a plan or model, or in its settings; None where there are none.
 
     PlanError if they are too large, or have another hash than the plan names, or are no tensors.
     """
-    path, carried = _beside(source, TENSORS_FILE), raw.get(CARRIED) if isinstance(raw, Mapping) else None
+    path, carried = _found_in(source, TENSORS_FILE), settings.get(CARRIED) if isinstance(settings, Mapping) else None
     if path is not None:
         data, where = _read(path, MOST_TENSORS), str(path)
     elif isinstance(carried, str):
@@ -203,12 +203,12 @@ def keep_held(name: str, source: str | Path, raw: Any) -> dict[str, Tensor] | No
     if digest != name:
         raise PlanError(f"{where} has hash {digest[:12]}…, the plan names {name[:12]}…; calibrate again")
     try:
-        return _use(name, _safetensors().torch.load(data))
+        return _remember(name, _safetensors().torch.load(data))
     except (_safetensors().SafetensorError, KeyError) as error:  # KeyError: a dtype that torch has no name for
         raise PlanError(f"{where} is no safetensors file ({error}); calibrate again") from error
 
 
-def _use(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _remember(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     with _lock:
         _tensors.pop(name, None)
         _tensors[name] = tensors

@@ -1,3 +1,1 @@
 """Decides from measurements which choices a plan makes; no model runs here, and no tensor of one is touched."""
-
-from __future__ import annotations

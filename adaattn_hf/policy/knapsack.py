@@ -213,13 +213,13 @@ class SolverTable:
     kept: NDArray[np.int64] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as JSON values; infinite numbers become null."""
+        """The table as JSON values; infinite numbers, which `json_text` writes as null, are read back."""
         constant, kind = np.unique(self.launches.constant, axis=1, return_inverse=True)
         return {
             "units": [list(unit) for unit in self.units],
             "choices": list(self.choices),
-            "prices": _finite(self.prices),
-            "risks": _finite(self.risks),
+            "prices": self.prices.tolist(),
+            "risks": self.risks.tolist(),
             "launch": self.launches.launch.tolist(),
             "kind": kind.ravel().tolist(),
             "constant": constant.tolist(),
@@ -271,12 +271,6 @@ class SolverTable:
         else:
             found = allocate(self.prices, risks, limits, self.launches)
         return replace(found, risk=found.risk[:bins])
-
-
-def _finite(values: Array) -> Any:
-    nested = values.astype(object)
-    nested[~np.isfinite(values)] = None
-    return nested.tolist()
 
 
 def _infinite(values: Any) -> Array:

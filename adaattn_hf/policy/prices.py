@@ -98,11 +98,8 @@ class PriceTable:
         """Returns the table written by `to_json`; other text is a ValueError."""
         try:
             data: Any = json.loads(text)
-        except RecursionError as error:
-            raise ValueError(_NO_TABLE.format(error)) from error
-        if not isinstance(data, dict) or set(data) != {"launch_of", "machine", "prices"}:
-            raise ValueError(_NO_TABLE.format("other keys"))
-        try:
+            if not isinstance(data, dict) or set(data) != {"launch_of", "machine", "prices"}:
+                raise ValueError(_NO_TABLE.format("other keys"))
             prices = {
                 phase: {
                     int(length): {name: Price(*map(float, pair)) for name, pair in row.items()}
@@ -111,7 +108,7 @@ class PriceTable:
                 for phase, table in data["prices"].items()
             }
             launch_of = {str(label): str(name) for label, name in data["launch_of"].items()}
-        except (AttributeError, OverflowError, TypeError) as error:
+        except (AttributeError, OverflowError, RecursionError, TypeError) as error:
             raise ValueError(_NO_TABLE.format(error)) from error
         if not all(table and min(table) > 0 and all(table.values()) for table in prices.values()):
             raise ValueError(_NO_TABLE.format("a phase or a length without prices, or one below 1 token"))

@@ -191,7 +191,7 @@ def attend_ordinary(
                 return attend_in_parts(bound_layer, call, backend)
             served = bound_layer if call.stored is None else bound_layer.for_quantised_cache
             launch = served.decode if decode else served.prefill
-            if not launch.whole:
+            if launch.separate:
                 return attend_in_parts(bound_layer, call, backend)
             call.per_head = launch.rules if speaks else launch.ending
     kernel = kernel_of(call, backend, compiling=False)

@@ -28,7 +28,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> Any:
     exec(EXAMPLE, names)
     backend = names["DenseBackend"]()
     monkeypatch.setitem(select.BACKENDS, backend.name, backend)
-    monkeypatch.setattr(select, "launches", {})
+    monkeypatch.setattr(select, "plain_kernels", {})
     return backend
 
 

@@ -7,8 +7,7 @@ import torch
 
 from adaattn_hf.attention.call import AttentionCall
 from adaattn_hf.attention.structure import MaskStructure
-from adaattn_hf.backends.capability import of_level
-from adaattn_hf.backends.native.library import level_here, missing
+from adaattn_hf.backends.native.library import missing
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import Choice, LayerPlan
@@ -17,9 +16,9 @@ from adaattn_hf.plans.tensors import LayerTensors
 from ..support.choices import make_choice
 from ..support.plans import defined
 from ..support.statistics import sqnr
+from .test_kernels import NO_INT8
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason="; ".join(missing()) or "present")
-NO_INT8 = pytest.mark.skipif(not of_level(level_here()).int8, reason="no int8 products in these instructions")
 N, D, HEADS = 300, 32, 3
 LEFT = torch.ones(2, N, dtype=torch.bool)
 LEFT[1, :77] = False

@@ -133,7 +133,7 @@ def served(call: AttentionCall, backend: str | None) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "launches", {})
+    monkeypatch.setattr(select, "plain_kernels", {})
 
 
 BACKENDS = pytest.mark.parametrize("backend", [None, *ON_CPU])
@@ -242,5 +242,5 @@ def test_many_threads_with_more_kinds_than_are_kept(monkeypatch: pytest.MonkeyPa
             list(pool.map(work, range(8)))
     finally:
         sys.setswitchinterval(interval)
-    assert len(select.launches) <= select.MAX_KINDS + 8
+    assert len(select.plain_kernels) <= select.MAX_KINDS + 8
     assert len(rules.kernels) <= select.MAX_KINDS + 8

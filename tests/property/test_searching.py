@@ -268,7 +268,7 @@ def test_it_reports_a_launch_that_keeps_a_tensor(monkeypatch: pytest.MonkeyPatch
 
         return real(kernels, kind, made if made is None else kernel_with_a_key)
 
-    monkeypatch.setattr(select, "launches", {})
+    monkeypatch.setattr(select, "plain_kernels", {})
     monkeypatch.setattr(select, "store_kernel", keeping)
 
     def other_keys(call: again.Again) -> bool:

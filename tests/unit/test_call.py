@@ -33,10 +33,10 @@ attend = attention_function()
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    select.launches.clear()
+    select.plain_kernels.clear()
     structured_mask._structures.clear()
     yield
-    select.launches.clear()
+    select.plain_kernels.clear()
     structured_mask._structures.clear()
 
 
@@ -77,7 +77,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> Tensor:
 
 
 def kinds() -> int:
-    return len(select.launches)
+    return len(select.plain_kernels)
 
 
 def test_layers_and_passes_of_a_kind_share_a_launch(long: list[int]) -> None:
@@ -146,7 +146,7 @@ def test_launches_keep_no_tensor_and_no_structure(backend: str | None) -> None:
         del mask, tensors
         structured_mask._structures.clear()
         assert [one() for one in kept] == [None] * 4
-        assert select.launches
+        assert select.plain_kernels
     finally:
         gc.enable()
 

@@ -35,7 +35,7 @@ def test_cuda_devices(sm: tuple[int, int], bf16: bool, fp8: bool, int8: bool, ti
 def test_a_traced_graph_looks_into_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch warns of a cached function that it traces, in every program that compiles a model."""
     asked = torch.compiler.assume_constant_result(lambda index: 90)
-    monkeypatch.setattr(capability_module, "_sm_while_tracing", asked)
+    monkeypatch.setattr(capability_module, "_sm", asked)
 
     def kib(x: torch.Tensor) -> torch.Tensor:
         found = capability_module.capability(0)

@@ -15,8 +15,8 @@ from adaattn_hf.attention.call import AttentionCall, AttentionResult  # noqa: E4
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (imports triton)
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
-from adaattn_hf.backends import capability, select  # noqa: E402
-from adaattn_hf.backends.flash import Flash4Backend, variants  # noqa: E402
+from adaattn_hf.backends import capability, flash, select  # noqa: E402
+from adaattn_hf.backends.flash import Flash4Backend  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
 from adaattn_hf.backends.triton import backward, forward, step, tables  # noqa: E402
@@ -116,7 +116,7 @@ def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest
         seen.append(devices.current)
         return AttentionResult(asked.query)
 
-    monkeypatch.setattr(variants, "attend_runs", attend)
+    monkeypatch.setattr(flash, "attend_runs", attend)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
     attended(backend, call())
     assert (seen, devices.current, devices.entered) == ([1], current, [1] * (1 - current))
@@ -124,12 +124,12 @@ def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest
 
 @pytest.fixture
 def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    sms = {0: (9, 0), 1: (7, 5)}
+    sms = {None: 90, 0: 90, 1: 75}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm(sms[index]))
+    monkeypatch.setattr(capability, "_sm", lambda index: sms[index])
     device_facts.cache_clear()
     yield
     device_facts.cache_clear()

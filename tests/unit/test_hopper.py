@@ -171,7 +171,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROGRAMS))
-    monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((9, 0)))
+    monkeypatch.setattr(capability, "_sm", lambda index: 90)
     launch.device_facts.cache_clear()
     yield
     launch.device_facts.cache_clear()
@@ -230,7 +230,7 @@ def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> 
 @pytest.mark.parametrize("lacks", ["another device", "an older Triton", "Triton"])
 def test_elsewhere_the_order_stays(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     if lacks == "another device":
-        monkeypatch.setattr(capability, "_of_device", lambda index: capability.of_sm((10, 0)))
+        monkeypatch.setattr(capability, "_sm", lambda index: 100)
     elif lacks == "an older Triton":
         monkeypatch.setattr(triton, "__version__", "3.5.1")
     else:

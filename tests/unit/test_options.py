@@ -25,7 +25,7 @@ from adaattn_cli.commands import (
     RECIPES,
 )  # fmt: skip
 from adaattn_cli.options import FAMILIES, Command, Done, Option, Options, argument, words
-from adaattn_hf.attention.stored import BITS
+from adaattn_hf.attention.stored import CACHE_FORMATS
 from adaattn_hf.calibration import settings as calibration
 from adaattn_hf.eval import settings as evaluation
 from adaattn_hf.eval.objectives import MaskedTokens
@@ -146,7 +146,7 @@ def test_another_default_or_a_missing_option_would_show() -> None:
 
 
 def test_the_words_of_options_are_those_that_the_package_knows() -> None:
-    assert ("model", *BITS) == CACHES
+    assert CACHE_FORMATS == CACHES
     assert set(FAMILIES) == set(known_families())
     assert set(DTYPES) == {*checkpoint.DTYPES, "auto"}
     assert (PADDINGS, RECIPES, AIMS) == (evaluation.PADDINGS, evaluation.RECIPES, calibration.AIMS)

@@ -70,7 +70,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Picky]:
     }
     monkeypatch.setattr(select, "BACKENDS", backends)
     monkeypatch.setattr(select, "order", lambda kind: ("absent", "strict", "willing"))
-    monkeypatch.setattr(select, "launches", {})
+    monkeypatch.setattr(select, "plain_kernels", {})
     monkeypatch.setattr(errors, "_said", set())
     return backends
 
@@ -220,7 +220,7 @@ def test_what_was_decided_is_remembered_and_does_not_pile_up(
     three["willing"].reasons = reasons
     for size in range(1, 9):
         assert (select.kernel_of(call(size)) is None) is bool(reasons)
-        assert len(select.launches) <= 3
+        assert len(select.plain_kernels) <= 3
     asked = three["willing"].asked
     assert (select.kernel_of(call(8)) is None) is bool(reasons)
     assert three["willing"].asked == asked
@@ -252,7 +252,7 @@ TAKEN: list[tuple[int, dict[str, Any], str | None]] = [
 @needs_tracing
 @pytest.mark.parametrize("sm", [80, 90, 120])
 def test_nothing_that_is_asked_on_the_way_breaks_a_graph(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capability_module, "_sm_while_tracing", torch.compiler.assume_constant_result(lambda index: sm))
+    monkeypatch.setattr(capability_module, "_sm", torch.compiler.assume_constant_result(lambda index: sm))
     kinds = [
         kind_with()._replace(**TRACED | changes, features=COMPILING | bits)  # type: ignore[arg-type]
         for bits, changes, _ in TAKEN

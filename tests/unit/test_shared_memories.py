@@ -21,7 +21,7 @@ KIND = kind_with()
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Threads take turns as often as can be, over memories that hold little."""
-    monkeypatch.setattr(select, "launches", {})
+    monkeypatch.setattr(select, "plain_kernels", {})
     monkeypatch.setattr(select, "MAX_KINDS", 4)
     monkeypatch.setattr(store, "_tensors", {})
     interval = sys.getswitchinterval()
@@ -42,10 +42,10 @@ def test_more_kinds_than_are_remembered() -> None:
     def work(thread: int) -> None:
         for turn in range(50_000):
             kind = KIND._replace(head_dim=thread, pairs=turn)
-            assert select.store_kernel(select.launches, (kind, None), KERNEL) is KERNEL
+            assert select.store_kernel(select.plain_kernels, (kind, None), KERNEL) is KERNEL
 
     at_once(work)
-    assert len(select.launches) <= select.MAX_KINDS + 8
+    assert len(select.plain_kernels) <= select.MAX_KINDS + 8
 
 
 class Emptied(dict[Any, Any]):
@@ -63,7 +63,7 @@ class Emptied(dict[Any, Any]):
 def test_a_kernel_that_others_push_out_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1, 1, 2, 8)
     call = AttentionCall(x, x, x, MaskStructure(1, 2, 2), 1.0)
-    monkeypatch.setattr(select, "launches", Emptied({(call.checked_kind(), None): KERNEL}))
+    monkeypatch.setattr(select, "plain_kernels", Emptied({(call.checked_kind(), None): KERNEL}))
     assert select.kernel_of(call) is KERNEL
 
 

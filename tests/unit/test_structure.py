@@ -115,7 +115,7 @@ def test_each_tensor_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch)
     assert len(Elsewhere.copied) == len(there)
 
 
-@pytest.mark.parametrize(("structure", "kind"), [
+@pytest.mark.parametrize(("structure", "shape"), [
     (MaskStructure(1, 4, 4), "full"), (MaskStructure(1, 4, 4, causal=True), "causal"),
     (MaskStructure(1, 2, 4, causal=True, q_offset=2), "suffix"),
     (MaskStructure(1, 4, 4, causal=True, window=2), "window"),
@@ -124,10 +124,10 @@ def test_each_tensor_is_copied_to_the_host_once(monkeypatch: pytest.MonkeyPatch)
     (MaskStructure(1, 4, 4, causal=True, q_offset=torch.tensor(0)), "ragged"),
     (MaskStructure(1, 4, 4, mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "irregular"),
 ])  # fmt: skip
-def test_kind(structure: MaskStructure, kind: str) -> None:
-    assert structure.kind == kind
+def test_shape(structure: MaskStructure, shape: str) -> None:
+    assert structure.shape == shape
     padded = MaskStructure(2, 4, 4, causal=True, key_padding=torch.ones(2, 4, dtype=torch.bool))
-    assert (padded.kind, padded.simplified().kind) == ("ragged", "causal"), "padding of ones is none"
+    assert (padded.shape, padded.simplified().shape) == ("ragged", "causal"), "padding of ones is none"
 
 
 def read_back(mask: torch.Tensor) -> MaskStructure | None:

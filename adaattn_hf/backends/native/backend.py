@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from ...attention.call import AttentionResult
 from ...attention.kind import (
     BIAS,
     COMPILING,
@@ -22,12 +19,9 @@ from ...attention.kind import (
     STORED,
     CallKind,
 )
-from ..base import Backend, Kernel, Supports
+from ..base import Backend, Kernel, PerHead, Supports
 from ..capability import of_level
 from .ops import traced
-
-if TYPE_CHECKING:
-    from ...attention.heads import HeadRules
 
 _NO_GRADIENT_OF_CODES = "the native kernels read stored keys and values without a gradient and outside of graphs"
 
@@ -73,18 +67,18 @@ class NativeBackend(Backend):
                 )
         return reasons
 
-    def launches(self, rules: HeadRules) -> tuple[str, ...]:
+    def launch_name(self, precision: str) -> str:
         """One call of the library for each precision."""
-        return tuple(f"{precision} products" for precision in rules.precisions)
+        return f"{precision} products"
 
-    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: PerHead) -> Kernel:
         """One call of the library, whatever the structure; with rules per head one for each precision.
 
         Without a gradient the library is called directly: the dispatcher of an operator would cost more than a small
         call.
         """
         if kind.compiling:
-            return lambda call: AttentionResult(*traced(call))
+            return traced
         from . import launch
 
         if kind.needs_grad:

@@ -229,7 +229,6 @@ def backward(
     rules: Rules = NO_RULES,
     *,
     bias: Tensor | None = None,
-    level: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias; the same numbers every time, for any number of threads.
 
@@ -239,7 +238,7 @@ def backward(
     native = loaded()
     q, k, v, out, lse = saved
     (q, k, v), packed = rules.packed(q, k, v)
-    out, lse, grad = readable(out=out, lse=lse, grad=grad)
+    out, lse, grad = readable("out", out), readable("lse", lse), readable("grad", grad)
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     check_rule("grad", grad, shape, q.dtype, "strided")
     check_rule("out", out, shape, q.dtype, "contiguous")
@@ -256,9 +255,8 @@ def backward(
         *dq.stride(), *dk.stride(), *dv.stride(),
         *((0, *NONE4) if dbias is None else (dbias.data_ptr(), *dbias.stride())),
     )  # fmt: skip
-    level = native.level if level is None else level
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    run(native.handle.ada_backward, (q, k, v), addresses, (out, lse), scaling, packed, level, tail)
+    run(native.handle.ada_backward, (q, k, v), addresses, (out, lse), scaling, packed, native.level, tail)
     return dq, dk, dv, None if bias is None or dbias is None else dbias.sum_to_size(bias.shape).to(bias.dtype)
 
 

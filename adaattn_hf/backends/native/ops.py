@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.call import AttentionCall
+from ...attention.call import AttentionCall, AttentionResult
 from ...attention.structure import OPERANDS, MaskStructure
 from ..base import zero_output
 
@@ -98,8 +98,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
 attend_op.register_autograd(_gradients, setup_context=_save)
 
 
-def traced(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def traced(call: AttentionCall) -> AttentionResult:
     """The call as one operator, for a graph that is being traced."""
     tensors, operands = (call.query, call.key, call.value, call.bias, call.sink_logits), call.structure.operands()
-    out, lse = attend_op(*tensors, call.scaling, call.softcap, *operands)
-    return out, lse
+    return AttentionResult(*attend_op(*tensors, call.scaling, call.softcap, *operands))

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ...attention.stored import StoredKV
 from ...attention.structure import MaskStructure
 from ...attention.tracing import holds_no_memory
 from .library import DTYPES, HEADS, SCORES, STORED, VISIBLE
-
-if TYPE_CHECKING:
-    from ...attention.stored import StoredKV
 
 Form = Literal["contiguous", "rows", "strided", "broadcast"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +79,7 @@ class Rules:
 
         What is not `readable`, and rules that do not fit queries and keys, are a ValueError.
         """
-        tensors = readable(query=query, key=key, value=value)
+        tensors = [readable("query", query), readable("key", key), readable("value", value)]
         (batch, heads, q_len, dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
         sizes = {"b": batch, "h": heads, "q": q_len, "d": dim, "g": kv_heads, "k": kv_len, "n": -1, "6": 6}
         for name, (letters, dtype, form) in _COVERS:
@@ -181,30 +179,27 @@ def in_memory(tensor: Tensor) -> bool:
         return False  # sparse tensors and the like have no storage to ask for
 
 
-def readable(**tensors: Tensor) -> list[Tensor]:
-    """The tensors with their numbers in memory: lazily negated, conjugated and all-zero ones are written out.
+def readable(name: str, tensor: Tensor) -> Tensor:
+    """The tensor with its numbers in memory: a lazily negated, conjugated or all-zero one is written out.
 
     A ValueError for another device or layout, storage that was freed, or a subclass that only traces, wraps or shards.
     """
-    written = []
-    for name, tensor in tensors.items():
-        if not in_memory(tensor):
-            if holds_no_memory(tensor) or tensor.layout != torch.strided or not tensor.is_cpu:
-                raise ValueError(
-                    f"{name}: got a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}, expected a "
-                    "plain dense CPU tensor, whose memory the native kernels read; use "
-                    'attn_implementation="adaattn_sdpa"'
-                )
-            if tensor._is_zerotensor():
-                tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-            tensor = tensor.resolve_conj().resolve_neg()
-            if tensor.numel() and not tensor.untyped_storage().data_ptr():
-                raise ValueError(
-                    f"{name}: got shape {tuple(tensor.shape)} without memory: its storage was freed; gather the tensor "
-                    "before attention reads it"
-                )
-        written.append(tensor)
-    return written
+    if in_memory(tensor):
+        return tensor
+    if holds_no_memory(tensor) or tensor.layout != torch.strided or not tensor.is_cpu:
+        raise ValueError(
+            f"{name}: got a {type(tensor).__name__} on {tensor.device} with layout {tensor.layout}, expected a plain "
+            'dense CPU tensor, whose memory the native kernels read; use attn_implementation="adaattn_sdpa"'
+        )
+    if tensor._is_zerotensor():
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.numel() and not tensor.untyped_storage().data_ptr():
+        raise ValueError(
+            f"{name}: got shape {tuple(tensor.shape)} without memory: its storage was freed; gather the tensor before "
+            "attention reads it"
+        )
+    return tensor
 
 
 def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.dtype | None, form: Form) -> None:
@@ -229,7 +224,7 @@ def check_rule(name: str, tensor: Tensor, extents: Sequence[int], dtype: torch.d
     if not fits:
         expected = tuple("n" if extent < 0 else extent for extent in extents)
         raise ValueError(f"{name}: got shape {shape} with strides {tensor.stride()}, expected {expected}, {form}")
-    if not in_memory(tensor) and readable(**{name: tensor})[0] is not tensor:
+    if not in_memory(tensor) and readable(name, tensor) is not tensor:
         raise ValueError(f"{name}: got a lazily negated or zero tensor, expected numbers in memory")
     if tensor.dtype not in (FLOATS if dtype is None else (dtype,)):
         raise ValueError(f"{name}: got {tensor.dtype}, expected {dtype or 'float32, bfloat16 or float16'}")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .launch import ERRORS
 from .library import DTYPES, STORE, library, loaded
-from .rules import FLOATS, check_rule
+from .rules import FLOATS, check_rule, pointer
 
 
 def serves(x: Tensor) -> bool:
@@ -56,10 +56,9 @@ def store(
     steps, scale_steps = codes.stride(), scale.stride()
     status = native.handle.ada_store(
         STORE.pack(
-            x_at, codes_at + at * steps[2], scale_at + at * scale_steps[2], 0 if mean is None else mean.data_ptr(),
+            x_at, codes_at + at * steps[2], scale_at + at * scale_steps[2], pointer(mean),
             DTYPES[x.dtype], DTYPES[codes.dtype], True, *x.shape, *x.stride(), *steps, *scale_steps,
-            torch.get_num_threads(), native.level if level is None else level,
-            0 if along is None else along.data_ptr(),
+            torch.get_num_threads(), native.level if level is None else level, pointer(along),
         )
     )  # fmt: skip
     if status:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...attention.kind import BIAS, COMPILING, DROPOUT, GRAD, OPAQUE, SINKS, SOFTCAP, CallKind
-from ..base import Backend, Kernel, Supports
-
-if TYPE_CHECKING:
-    from ...attention.heads import HeadRules
+from ..base import Backend, Kernel, PerHead, Supports
 
 
 class SdpaBackend(Backend):
@@ -24,7 +19,7 @@ class SdpaBackend(Backend):
             reasons += ("meta tensors have no padding to read, by which calls of torch's kernels are made",)
         return reasons
 
-    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: PerHead) -> Kernel:
         """As few calls of the operator as the structure allows."""
         from .dispatch import kernel_of
 

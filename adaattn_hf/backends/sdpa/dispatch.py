@@ -36,26 +36,21 @@ def kernel_of(kind: CallKind) -> Kernel:
         structure = call.structure
         if structure.key_padding is not None or type(structure.q_offset) is not int:
             call = replace(call, structure=structure.simplified())
-        if call.scaling <= 0:
-            call = _positive(call)
+        if call.scaling <= 0:  # torch's causal CPU kernel hides keys by an infinity times the factor
+            call = call.with_positive_scaling()
         out = way(call)
         return AttentionResult(in_bands(call) if out is None else out)
 
     return attend
 
 
-def _positive(call: AttentionCall) -> AttentionCall:
-    """torch's causal CPU kernel hides keys by an infinity times the factor, which must be above 0."""
-    return replace(call, query=call.query * (-1.0 if call.scaling else 0.0), scaling=-call.scaling or 1.0)
-
-
 def _traced(call: AttentionCall) -> AttentionResult:
     """For graphs, transforms and tensors without memory: nothing may be read, and only fixed numbers may decide."""
-    if isinstance(call.scaling, (int, float)) and call.scaling <= 0:
-        call = _positive(call)
+    if isinstance(call.scaling, (int, float)):
+        call = call.with_positive_scaling()
     query, key, value, structure = call.query, call.key, call.value, call.structure
     simple = call.bias is None and call.softcap is None and call.sink_logits is None
-    shape = structure.kind
+    shape = structure.shape
     if simple and shape in ("full", "causal"):
         out = bare_operator(query, key, value, call.scaling, None, shape == "causal", call.dropout)
     elif simple and shape == "suffix" and structure.q_len == 1:

@@ -78,6 +78,11 @@ def suits_efficient(dtype: torch.dtype, *sizes: int) -> bool:
     return dtype != torch.float64 and not any(size * dtype.itemsize % 16 for size in sizes)
 
 
+def suits_flash(dtype: torch.dtype, size: int, value_size: int) -> bool:
+    """Whether torch's flash kernel takes a dtype and head sizes."""
+    return dtype.itemsize == 2 and size == value_size <= 256 and size % 8 == 0
+
+
 def steps_by_flash(kind: CallKind) -> bool:
     """Whether a decode step goes to torch's flash kernel by name.
 
@@ -85,9 +90,8 @@ def steps_by_flash(kind: CallKind) -> bool:
     plans a kernel for every number of keys that it has not met: the host spends tens of milliseconds on each new token.
     The flash kernel reads a step's keys as fast. Elsewhere torch takes it unasked.
     """
-    half = kind.dtype in (torch.float16, torch.bfloat16)
-    fits = kind.head_dim == kind.head_dim_v <= 256 and kind.head_dim % 8 == 0
-    if not (kind.device.type == "cuda" and half and fits and not kind.needs_grad):
+    suits = suits_flash(kind.dtype, kind.head_dim, kind.head_dim_v)
+    if not (kind.device.type == "cuda" and suits and not kind.needs_grad):
         return False
     device, flash = capability(kind.device), torch.backends.cuda.is_flash_attention_available()
     return flash and device is not None and device.sm in ((9, 0), (10, 0))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...attention.packing import FROM_FIRST, FULL, TO_LAST, Packed, pack, tokens_of
 from ...attention.structure import MaskStructure, Segment
 from ..capability import capability
-from .kernels import operator, repeated, suits_efficient, wants_gradient
+from .kernels import operator, repeated, suits_efficient, suits_flash, wants_gradient
 
 
 def layout_of(structure: MaskStructure, device: torch.device) -> Packed | None:
@@ -78,13 +78,9 @@ def walks_runs(device: torch.device | str, dtype: torch.dtype, *sizes: int) -> b
 
 
 def _suits_flash(query: Tensor, value: Tensor, layout: Packed) -> bool:
-    """Half precision on Ampere and later; the kernel aligns causality to the last key."""
-    size = query.shape[2]
+    """On Ampere and later; the kernel aligns causality to the last key."""
     return (
-        query.dtype.itemsize == 2
-        and value.shape[2] == size
-        and size % 8 == 0
-        and size <= 256
+        suits_flash(query.dtype, query.shape[2], value.shape[2])
         and (layout.rule != FROM_FIRST or layout.q_lengths == layout.k_lengths)
         and _has_flash(query.device)
     )

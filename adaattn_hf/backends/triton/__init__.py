@@ -1,7 +1,5 @@
 """Attention by kernels of our own for CUDA devices, written in Triton."""
 
-from __future__ import annotations
-
 from .backend import TritonBackend
 
 __all__ = ["TritonBackend"]

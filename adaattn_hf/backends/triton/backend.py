@@ -7,7 +7,6 @@ import shutil
 import sysconfig
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,11 +27,8 @@ from ...attention.kind import (
     CallKind,
 )
 from .. import capability
-from ..base import Backend, Kernel, Supports, installed
+from ..base import Backend, Kernel, PerHead, Supports, installed
 from .ops import traced_step
-
-if TYPE_CHECKING:
-    from ...attention.heads import HeadRules
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
@@ -108,7 +104,7 @@ class TritonBackend(Backend):
         warps = warps_of(kind, bool(kind.features & (HEAD_WINDOWS | WINDOW)))
         return warps is not None and device_facts(torch.device("cuda", index)).specialised
 
-    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: PerHead) -> Kernel:
         """One launch over all segments; few queries share the keys among many programs."""
         if kind.compiling:
             return lambda call: AttentionResult(traced_step(call))

@@ -6,7 +6,6 @@ queries of a block of keys, another the keys of a block of queries, so that noth
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -221,10 +220,7 @@ def of_queries(  # type: ignore[no-untyped-def]
 
 def attend_with_gradients(call: AttentionCall, kind: CallKind) -> AttentionResult:
     """Attention whose output, and log-sum-exp if it is asked for, can be differentiated."""
-    if call.scaling <= 0:
-        # the kernels divide by it, and take the largest score by the largest product
-        query = -call.query if call.scaling else call.query * 0
-        call = replace(call, query=query, scaling=-call.scaling or 1.0)
+    call = call.with_positive_scaling()  # the kernels divide by it, and take the largest score by the largest product
     tensors = call.query, call.key, call.value, call.sink_logits
     out, lse = _Attention.apply(*tensors, call, kind)  # type: ignore[no-untyped-call]
     return AttentionResult(out, lse if call.need_lse else None)

@@ -109,7 +109,7 @@ def forward(  # type: ignore[no-untyped-def]
         tl.store(lse_ptr + row * l_b + head * l_h + q_start + i, lse, mask=i < q_len)
 
 
-class Part(NamedTuple):
+class Launch(NamedTuple):
     """One launch of a call.
 
     Attributes:
@@ -134,11 +134,10 @@ def attend_forward(call: AttentionCall, kind: CallKind) -> AttentionResult:
 
     The log-sum-exp is there where the kind asks for it, or for gradients.
     """
+    if call.scaling < 0:  # the kernels take the largest score by the largest product
+        call = call.with_positive_scaling()
     query, key, value, structure = call.query, call.key, call.value, call.structure
-    windows = head_windows(structure, call.per_head, key.shape[1])
-    scaling, softcap, sink = call.scaling, call.softcap, call.sink_logits
-    if scaling < 0:
-        query, scaling = -query, -scaling  # the kernels take the largest score by the largest product
+    windows, softcap, sink = head_windows(structure, call.per_head, key.shape[1]), call.softcap, call.sink_logits
     batch, heads, q_len, _ = query.shape
     out = query.new_empty((batch, q_len, heads, value.shape[3]))
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if kind.features & (LSE | GRAD) else None
@@ -146,47 +145,48 @@ def attend_forward(call: AttentionCall, kind: CallKind) -> AttentionResult:
     strides = query.stride(), key.stride(), value.stride()
     # the kernel for Hopper reads queries in lines of 16 bytes
     lines = even and strides[0][3] == 1 and not any(step % 16 for step in strides[0][:3])
-    parts = derived_on(structure, query.device, find_parts, kind, windows, lines)
-    bulk = _descriptors(parts, key, value) if even else None
-    if bulk is None and parts and parts[0].specialised:
-        parts = derived_on(structure, query.device, find_parts, kind, windows, False)
-        bulk = _descriptors(parts, key, value) if even else None
+    launches = derived_on(structure, query.device, find_launches, kind, windows, lines)
+    bulk = _descriptors(launches, key, value) if even else None
+    if bulk is None and launches and launches[0].specialised:
+        launches = derived_on(structure, query.device, find_launches, kind, windows, False)
+        bulk = _descriptors(launches, key, value) if even else None
     numbers = (
         *strides[0], *strides[1], *strides[2], *out.stride(), *((0, 0) if lse is None else lse.stride()[:2]),
-        scale_of(scaling, softcap), float(softcap or 0.0),
+        scale_of(call.scaling, softcap), float(softcap or 0.0),
     )  # fmt: skip
     # learned sinks come from elsewhere, and begin at any address
     variant = (query.dtype, numbers[:-2]) if even and sink is None else None
     last = (out, out if lse is None else lse, out if sink is None else sink)
-    for part in parts:
-        keys, values, constants = key, value, part.constants
-        if bulk is not None and part.by_tma is not None:
-            (keys, values), constants = bulk, part.by_tma
-        part.kernel(part.grid, (query, key, value, keys, values, *last, *part.tables, *numbers), constants, variant)
+    for launch in launches:
+        keys, values, constants = key, value, launch.constants
+        if bulk is not None and launch.by_tma is not None:
+            (keys, values), constants = bulk, launch.by_tma
+        launch.kernel(
+            launch.grid, (query, key, value, keys, values, *last, *launch.tables, *numbers), constants, variant
+        )
     return AttentionResult(out, lse)
 
 
-def _descriptors(parts: Sequence[Part], key: Tensor, value: Tensor) -> tuple[Any, Any] | None:
+def _descriptors(launches: Sequence[Launch], key: Tensor, value: Tensor) -> tuple[Any, Any] | None:
     """TMA descriptors for the first launch; None where it reads by addresses, or TMA cannot take the tensors."""
-    if not parts or parts[0].by_tma is None:
+    if not launches or launches[0].by_tma is None:
         return None
-    keys, values = (descriptor_of(tensor, *parts[0].box, gluon=parts[0].specialised) for tensor in (key, value))
+    keys, values = (descriptor_of(tensor, *launches[0].box, gluon=launches[0].specialised) for tensor in (key, value))
     return None if keys is None or values is None else (keys, values)
 
 
-def find_parts(
+def find_launches(
     structure: MaskStructure, device: torch.device, kind: CallKind, windows: HeadWindows | None, on_hopper: bool
-) -> tuple[Part, ...]:
-    """The launches of all calls of a kind over a structure; one that is not made of runs is refused.
+) -> tuple[Launch, ...]:
+    """The launches of all calls of a kind over a structure that is made of runs.
 
     `windows` are those of `head_windows`; `on_hopper` lets the kernel for Hopper be among the launches.
     """
-    if structure.segments() is None:
-        raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
+    assert structure.segments() is not None, "dense masks and padding with holes are refused"
     heavy = _is_heavy(kind, pairs_seen(structure, windows or ((ALL, 0),) * kind.kv_heads))
     specialised = on_hopper and heavy and device_facts(device).specialised
-    parts = _parts_on_hopper(structure, device, kind, windows) if specialised else ()
-    return parts or _plain_part(structure, device, kind, windows, heavy, Blocking("queries", 0))
+    launches = _launches_on_hopper(structure, device, kind, windows) if specialised else ()
+    return launches or _plain_launch(structure, device, kind, windows, heavy, Blocking("queries", 0))
 
 
 def _is_heavy(kind: CallKind, pairs: int) -> bool:
@@ -202,10 +202,10 @@ def _constants(structure: MaskStructure, kind: CallKind, windows: HeadWindows | 
     }  # fmt: skip
 
 
-def _plain_part(
+def _plain_launch(
     structure: MaskStructure, device: torch.device, kind: CallKind, windows: HeadWindows | None, heavy: bool,
     cut: Blocking,
-) -> tuple[Part, ...]:  # fmt: skip
+) -> tuple[Launch, ...]:  # fmt: skip
     """The launch of the kernel for all devices over the runs of a cut; none where there are no queries."""
     pad, pad_v = padded(kind.head_dim), padded(kind.head_dim_v)
     name = "forward" if windows is None else "forward of windows"
@@ -223,12 +223,12 @@ def _plain_part(
         by_tma = {**constants, "BULK": True, "EDGES": closed}
     tables = runs, entries, entries if windows is None else window_table(windows, device)
     grid = (kind.groups * len(entries),)
-    return (Part(forward, grid, tables, constants, by_tma, (tile.columns, None)),)
+    return (Launch(forward, grid, tables, constants, by_tma, (tile.columns, None)),)
 
 
-def _parts_on_hopper(
+def _launches_on_hopper(
     structure: MaskStructure, device: torch.device, kind: CallKind, windows: HeadWindows | None
-) -> tuple[Part, ...]:
+) -> tuple[Launch, ...]:
     """The launch of the kernel for Hopper, and one for runs of fewer keys than a tile; empty where it does not pay.
 
     Tiles of such runs would reach into others.
@@ -254,7 +254,9 @@ def _parts_on_hopper(
         "ALTERNATE": warps.alternate, "AHEAD": warps.ahead, "CLOSE": not closed, "BLOCK_N": warps.keys,
         "STAGES": warps.stages, "num_warps": 4,
     }  # fmt: skip
-    part = Part(specialised, (programs,), tables, constants, constants, (keys, None if windows is None else 64), True)
+    launch = Launch(
+        specialised, (programs,), tables, constants, constants, (keys, None if windows is None else 64), True
+    )
     if not structure.cached(runs_of, keys, True):
-        return (part,)
-    return (part, *_plain_part(structure, device, kind, windows, False, Blocking("queries", 0, keys, short=True)))
+        return (launch,)
+    return (launch, *_plain_launch(structure, device, kind, windows, False, Blocking("queries", 0, keys, short=True)))

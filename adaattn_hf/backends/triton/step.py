@@ -63,10 +63,9 @@ def attend_step(
 ) -> AttentionResult:
     """Attention of one query per sequence in one launch, without a look at the data and without a copy of the cache.
 
-    A structure that is not made of segments is refused. `constants` are those of `constants_of`, `windows` those of the
-    rules and the structure where none are given. Nothing may be kept in the memory of a traced `graph`, and nothing but
-    padding cuts its batch rows. From position `until` of a sequence on, which rules may say, too, a query sees as if
-    windows had no end.
+    `constants` are those of `constants_of`, `windows` those of the rules and the structure where none are given.
+    Nothing may be kept in the memory of a traced `graph`, and nothing but padding cuts its batch rows. From position
+    `until` of a sequence on, which rules may say, too, a query sees as if windows had no end.
     """
     query, key, value, structure = call.query, call.key, call.value, call.structure
     stored, softcap, sink = call.stored, call.softcap, call.sink_logits
@@ -78,6 +77,8 @@ def attend_step(
     until = until if call.per_head is None else call.per_head.until
     if stored is not None:
         stored.check_device(device)
+
+    # the sequences: where their keys lie, and which of these are real
     if graph:
         rows, covered, sequences = None, True, structure.batch
         real = None if structure.key_padding is None else structure.key_padding.contiguous()
@@ -94,6 +95,7 @@ def attend_step(
     if not sequences:
         return AttentionResult(out, lse)
 
+    # into how many shares the keys of a head are split, and the room in which programs leave their parts
     waves, processors = _WAVES, device_facts(device).processors
     if stored is not None:
         key, value = _adjoining(key), _adjoining(value)
@@ -111,8 +113,9 @@ def attend_step(
     room = sequences * heads * shares * (value_dim + 2) if shares > 1 else 0, sequences * kv_heads * last, device
     captured = capturing(device)
     # layers of a captured step follow one another, and the structure is that of one pass: they share what it has
-    part, done = structure.cached(_own, *room) if pages and captured else _scratch(*room, graph or captured)
+    part, done = structure.cached(_graph_scratch, *room) if pages and captured else _scratch(*room, graph or captured)
 
+    # what the kernel is told
     per_head = windows is not None and len(set(windows)) > 1
     rules = window_table(windows, device) if per_head and windows is not None else None
     window, sinks = max(windows, key=sum) if windows else (ALL, 0)
@@ -136,31 +139,31 @@ def attend_step(
         "FIND": rows is None and real is not None, "SINGLE": shares == 1, "LAST": last,
     }  # fmt: skip
     grid = sequences, kv_heads * shares
-    kind: Hashable | None = None
-    if aligned(query, key, value, sink, real, moving):
-        kind = (
-            query.dtype, key.dtype, value.dtype, strides, kv_heads, sink is not None and sink.dtype,
-            real is not None and real.dtype, moving is not None and moving.dtype,
-        )  # fmt: skip
-    rotation = 0
-    if stored is None:
-        more: tuple[Any, ...] = query, query, 0, 0, 0, 0, 0, 0, 0
+    # the compiled variant depends on these, and on whether all tensors are aligned
+    kind: tuple[Hashable, ...] = (
+        query.dtype, key.dtype, value.dtype, strides, kv_heads, sink is not None and sink.dtype,
+        real is not None and real.dtype, moving is not None and moving.dtype,
+    )  # fmt: skip
+    kernel, rotation = decode, 0
+    beside: tuple[Tensor, ...] = ()
+    more: tuple[Any, ...] = query, query, 0, 0, 0, 0, 0, 0, 0
+    if pages is not None:
+        assert call.new_tokens is not None, "the step that reads pages writes its own tokens into them"
+        own_k, own_v = call.new_tokens
+        steps = *(own_k.stride(n) for n in (0, 1, 3)), *(own_v.stride(n) for n in (0, 1, 3))
+        more, beside = (own_k, own_v, *steps, pages.table.stride(0)), (own_k, own_v, pages.table)
+        kind = *kind, steps, pages.table.dtype
+        one_page = not pages.page % constants["BLOCK_N"]
+        # every second stage is for the pages of a tile's keys
+        constants |= {"PAGE": pages.page, "ONE_PAGE": one_page, "num_stages": 2 * constants["num_stages"] - 1}
+    elif stored is None:
         constants |= {"PAGE": 0, "ONE_PAGE": False}
-        if pages is not None:
-            assert call.new_tokens is not None, "the step that reads pages writes its own tokens into them"
-            own_k, own_v = call.new_tokens
-            steps = *(own_k.stride(n) for n in (0, 1, 3)), *(own_v.stride(n) for n in (0, 1, 3))
-            more = own_k, own_v, *steps, pages.table.stride(0)
-            one_page = not pages.page % constants["BLOCK_N"]
-            # every second stage is for the pages of a tile's keys
-            constants |= {"PAGE": pages.page, "ONE_PAGE": one_page, "num_stages": 2 * constants["num_stages"] - 1}
-            if kind is not None:
-                kind = (kind, steps, pages.table.dtype) if aligned(own_k, own_v, pages.table) else None
-        decode(grid, (*arguments, *more), constants, kind)
     else:
+        kernel, rotation = decode_codes, value_dim & -value_dim
         mean, first, scales = stored.key_mean, stored.first_key, (stored.key_scale, stored.value_scale)
         steps = *scales[0].stride(), *scales[1].stride()
-        rotation = value_dim & -value_dim
+        beside = *scales, query if mean is None else mean, query if first is None else first
+        more, kind = (*beside, *steps), (*kind, steps, *(tensor.dtype for tensor in beside))
         constants |= {
             "HAS_MEAN": mean is not None, "HAS_FIRST": first is not None,
             "ROTATION": dim & -dim, "ROTATION_V": rotation,
@@ -168,19 +171,17 @@ def attend_step(
             and (constants["PAD"], constants["PAD_V"]) == (dim, value_dim)
             and (strides[1][2], strides[2][2]) == (key.shape[3], value.shape[3]),
         }  # fmt: skip
-        record = *scales, query if mean is None else mean, query if first is None else first
-        if kind is not None:
-            kind = (kind, steps, *(tensor.dtype for tensor in record)) if aligned(*record) else None
-        decode_codes(grid, (*arguments, *record, *steps), constants, kind)
+    variant = kind if aligned(query, key, value, sink, real, moving, *beside) else None
+    kernel(grid, (*arguments, *more), constants, variant)
     if not last and shares > 1:
         constants = {name: constants[name] for name in ("DIM_V", "PAD_V", "HAS_SINK", "HAS_LSE")}
         constants |= {"CHUNK": max(1, min(64, 8192 // constants["PAD_V"])), "ROTATION_V": rotation}
         sink_dtype = sink is not None and sink.dtype
-        combine((sequences, heads), (*arguments[3:7], shares), constants, kind and (query.dtype, sink_dtype))
+        combine((sequences, heads), (*arguments[3:7], shares), constants, variant and (query.dtype, sink_dtype))
     return AttentionResult(out, lse)
 
 
-def _own(structure: MaskStructure, floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _graph_scratch(structure: MaskStructure, floats: int, counters: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return _scratch(floats, counters, device, True)
 
 
@@ -240,15 +241,12 @@ def _scratch(floats: int, counters: int, device: torch.device, of_graph: bool) -
 
 def _rows(structure: MaskStructure, device: torch.device) -> tuple[Tensor | None, Tensor | None, bool, int]:
     """Sequences `[n, 4]` or None for whole batch rows, which keys are real, whether all rows are covered, how many."""
-    if structure.kind == "irregular":
-        raise ValueError("structure: a dense mask, expected runs; use the sdpa backend")
-    if structure.one_run_a_row and (structure.window is None or structure.sinks_at_runs):
+    if structure.one_run_a_row:
         if structure.key_padding is not None:
             return (*derived_on(structure, device, _rows_of_padding), True, structure.batch)
         return None, None, True, structure.batch
     segments = structure.segments()
-    if segments is None:
-        raise ValueError("structure: sinks beside chunks, expected runs; use the sdpa backend")
+    assert segments is not None, "dense masks, and sinks elsewhere than where runs begin, are refused"
     rows = derived_on(structure, device, _rows_of_runs)
     return rows, None, len(segments) == structure.batch, len(segments)
 

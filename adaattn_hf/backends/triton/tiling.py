@@ -103,10 +103,9 @@ def tile_of(kernel: str, width: int, memory: int, rows: int = 16) -> Tile | None
 
 
 def fitting_tile(kernel: str, width: int, memory: int, rows: int = 16) -> Tile:
-    """The same for a launch; where none fits it raises, as the backend refuses such calls."""
+    """The same for a launch: the backend refuses calls for which none fits."""
     tile = tile_of(kernel, width, memory, rows)
-    if tile is None:
-        raise ValueError(_refusal(kernel, f"heads of {width} bytes", memory))
+    assert tile is not None, f"no tile of {kernel!r} for heads of {width} bytes"
     return tile
 
 
@@ -118,19 +117,12 @@ def refusals(kind: CallKind, memory: int) -> list[str]:
     elif kind.decode:
         kernels = ("decode" if kind.stored is None else f"decode_codes {BITS[kind.stored]}",)
     pad = padded(max(kind.head_dim, kind.head_dim_v))
-    heads = f"heads of {pad} channels in {kind.dtype}, {kind.groups} of which share keys,"
     return [
-        _refusal(kernel, heads, memory)
+        f"no tile of the Triton kernel {kernel!r} for heads of {pad} channels in {kind.dtype}, {kind.groups} of which "
+        f"share keys, fits the shared memory of the device's programs, {memory >> 10} KiB"
         for kernel in kernels
         if tile_of(kernel, pad * kind.dtype.itemsize, memory, rows_of(kind.groups)) is None
     ]
-
-
-def _refusal(kernel: str, heads: str, memory: int) -> str:
-    return (
-        f"no tile of the Triton kernel {kernel!r} for {heads} fits the shared memory of the device's programs, "
-        f"{memory >> 10} KiB"
-    )
 
 
 def padded(dim: int) -> int:

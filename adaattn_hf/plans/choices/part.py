@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from ...attention.call import AttentionCall, AttentionResult
-from ...attention.runs import own_rows
+from ...attention.runs import query_counts
 from ...attention.structure import MaskStructure
 from ...backends import select
 from ...errors import unknown
@@ -41,14 +41,14 @@ def is_decode(structure: MaskStructure) -> bool | Tensor:
     """
     if structure.q_len < MIN_PREFILL_ROWS or (structure.key_padding is None and structure.k_segments is None):
         return structure.q_len < MIN_PREFILL_ROWS
-    return structure.cached(_few_rows)
+    return structure.cached(_is_decode_by_row)
 
 
-def _few_rows(structure: MaskStructure) -> bool | Tensor:
-    rows = own_rows(structure)
-    few = rows < MIN_PREFILL_ROWS
-    kinds = few[rows > 0].unique().tolist()  # where no query is real, none has to be computed
-    return few if len(kinds) == 2 else kinds == [True]
+def _is_decode_by_row(structure: MaskStructure) -> bool | Tensor:
+    rows = query_counts(structure)
+    decode = rows < MIN_PREFILL_ROWS
+    kinds = decode[rows > 0].unique().tolist()  # where no query is real, none has to be computed
+    return decode if len(kinds) == 2 else kinds == [True]
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Part(ABC):
     def tinted(self, colour: Colour) -> Colour:
         """Returns the colour of a head with this part, from the colour without it."""
 
-    def head_rule(self, few: bool) -> Mapping[str, Any] | None:
+    def head_rule(self, decode: bool) -> Mapping[str, Any] | None:
         """Returns the part as a rule of `HeadRules`: any of `window`, `sinks`, `precision`.
 
-        None if `HeadRules` cannot express it; such heads get a call of their own. `few`: sequences have fewer than
+        None if `HeadRules` cannot express it; such heads get a call of their own. `decode`: sequences have fewer than
         `MIN_PREFILL_ROWS` query rows in the call.
         """
         return None
@@ -252,11 +252,11 @@ class Choice:
         """Whether gradients flow through all parts."""
         return all(part.has_gradient for part in self.operands)
 
-    def head_rule(self, few: bool) -> dict[str, Any] | None:
+    def head_rule(self, decode: bool) -> dict[str, Any] | None:
         """Returns the choice as rules per head (`HeadRules`), None if they cannot express it; see `Part.head_rule`."""
         rules: dict[str, Any] = {}
         for part in self.parts:
-            rule = part.head_rule(few)
+            rule = part.head_rule(decode)
             if rule is None:
                 return None
             rules.update(rule)
@@ -275,7 +275,7 @@ class Choice:
     @property
     def span(self) -> tuple[int, int] | None:
         """Window and sinks beyond which a causal head reads no key, None where it may read any."""
-        rule = self.head_rule(few=True) or {}
+        rule = self.head_rule(decode=True) or {}
         return (rule["window"], rule["sinks"]) if rule.get("window") else None
 
     def beside_window(self, window: int | None) -> Choice:

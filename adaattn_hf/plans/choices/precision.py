@@ -53,9 +53,9 @@ class Precision(Operands):
         """Greener, the more so in fewer bits."""
         return colour[0], min(255, colour[1] + (60 if self.precision == "bf16" else 110)), colour[2]
 
-    def head_rule(self, few: bool) -> Mapping[str, Any]:
-        """The precision; a few rows are computed in the model's."""
-        return {} if few else {"precision": self.precision}
+    def head_rule(self, decode: bool) -> Mapping[str, Any]:
+        """The precision; those of decode steps are computed in the model's."""
+        return {} if decode else {"precision": self.precision}
 
     @property
     def has_gradient(self) -> bool:

@@ -51,7 +51,7 @@ class Window(Keys):
         """Blue, darker for wider windows."""
         return 30, 110, max(120, 250 - self.window // 20)
 
-    def head_rule(self, few: bool) -> Mapping[str, Any]:
+    def head_rule(self, decode: bool) -> Mapping[str, Any]:
         """A window with sinks."""
         return {"window": self.window, "sinks": self.sinks}
 

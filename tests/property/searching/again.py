@@ -90,7 +90,7 @@ def judge_crowd(calls: list[Call], threads: int = 4, remembered: int = 3) -> str
     before, most = sys.getswitchinterval(), select.MAX_KINDS
     crowd = [threading.Thread(target=work, args=(seed,)) for seed in range(threads)]
     select.MAX_KINDS = remembered
-    select.launches.clear()
+    select.plain_kernels.clear()
     sys.setswitchinterval(1e-6)
     try:
         for thread in crowd:

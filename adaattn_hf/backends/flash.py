@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...attention.call import AttentionCall, AttentionResult
-from ...attention.kind import (
+from ..attention.call import AttentionCall, AttentionResult
+from ..attention.kind import (
     BEHIND,
     COMPILING,
     DROPOUT,
@@ -24,14 +24,10 @@ from ...attention.kind import (
     WINDOW_SINKS,
     CallKind,
 )
-from ...attention.structure import MaskStructure
-from .. import capability
-from ..base import Backend, Kernel, Supports, installed
-
-if TYPE_CHECKING:
-    from ...attention.heads import HeadRules
-    from ...attention.packing import Packed
-
+from ..attention.packing import FULL, TO_LAST, Packed, pack, tokens_of
+from ..attention.structure import MaskStructure
+from . import capability
+from .base import Backend, Kernel, PerHead, Supports, installed
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -91,9 +87,19 @@ class FlashBackend(Backend):
                 reasons.append(f"{self.product} was built without {name}")
         if kind.features & WINDOW and kind.features & WINDOW_SINKS:
             reasons.append("flash-attn has no sink tokens beside a window")
-        return (*reasons, *(_packed_refusals(kind) if kind.shape == "ragged" else ()))
+        if kind.shape == "ragged":  # packed kernels count windows from the last key of a run
+            kernels = "flash-attn's packed kernels"
+            if kind.features & LSE:
+                reasons.append(f"the log-sum-exp of {kernels} is not put back in place")
+            if kind.compiling:
+                reasons.append("the segments of a padded batch cannot be read while a graph is traced")
+            elif kind.features & BEHIND and kind.features & WINDOW:
+                reasons.append(f"{kernels} have no window for queries behind the last key of their run")
+            elif kind.decode and kind.holes is None:
+                reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
+        return tuple(reasons)
 
-    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: PerHead) -> Kernel:
         """One dense call, or one variable-length call over the segments."""
         kernels = importlib.import_module(self.module)
 
@@ -154,7 +160,7 @@ class Flash4Backend(FlashBackend):
             reasons += (f"flash-attn 4 has gradients of heads of up to 128 channels, got {kind.head_dim}",)
         return reasons
 
-    def kernel(self, kind: CallKind, rules: HeadRules | None) -> Kernel:
+    def kernel(self, kind: CallKind, rules: PerHead) -> Kernel:
         """One dense call, or one over packed segments."""
         return partial(_attend_by_4, importlib.import_module(self.module))
 
@@ -171,20 +177,6 @@ def _attend_by_4(kernels: Any, call: AttentionCall) -> AttentionResult:
 
 
 # ---------------- dense calls and packed runs, of every version
-def _packed_refusals(kind: CallKind) -> list[str]:
-    """Of packed kernels, which count windows from the last key of a run."""
-    kernels, reasons = "flash-attn's packed kernels", list[str]()
-    if kind.features & LSE:
-        reasons.append(f"the log-sum-exp of {kernels} is not put back in place")
-    if kind.compiling:
-        reasons.append("the segments of a padded batch cannot be read while a graph is traced")
-    elif kind.features & BEHIND and kind.features & WINDOW:
-        reasons.append(f"{kernels} have no window for queries behind the last key of their run")
-    if not kind.compiling and kind.decode and kind.holes is None:
-        reasons.append(f"{kernels} take no padding with holes, and nobody has looked whether it has any")
-    return reasons
-
-
 def _arguments(call: AttentionCall, endless: int | None) -> dict[str, Any]:
     """Keywords of every version's dense and packed kernel; `endless` stands for a side of a window without an end."""
     structure, cap = call.structure, call.softcap or 0.0
@@ -197,10 +189,10 @@ def attend_runs(call: AttentionCall, kernels: Any, arguments: dict[str, Any]) ->
     """One dense call, or segments as one row of tokens; `arguments` are keywords of both.
 
     Where the two functions of `kernels` answer with several tensors, these are the output and the log-sum-exp. Tokens
-    are gathered unless they are the batch itself. Rows of no segment are zero; padding with holes is a ValueError.
+    are gathered unless they are the batch itself. Rows of no segment are zero.
     """
     structure = call.structure
-    if structure.kind != "ragged":
+    if structure.shape != "ragged":
         kv_len = structure.kv_len
         if structure.causal:
             # the kernels align causality to the last key: cut the keys behind the last query
@@ -209,18 +201,8 @@ def attend_runs(call: AttentionCall, kernels: Any, arguments: dict[str, Any]) ->
         answer = kernels.flash_attn_func(call.query.transpose(1, 2), key, value, **arguments)
         out, lse = answer[:2] if isinstance(answer, tuple) else (answer, None)
         return AttentionResult(out, lse if call.need_lse else None)
-    from ...attention.packing import TO_LAST, tokens_of  # of packed calls alone, as in `packings_of`
-
     batch, heads, q_len, _ = call.query.shape
-    segments = structure.segments()
-    if segments is None:
-        raise ValueError(
-            "attention_mask: the padding has holes, which flash-attn cannot serve; pad on one side, or use "
-            'attn_implementation="adaattn_sdpa"'
-        )
     shape = (batch, q_len, heads, call.value.shape[3])
-    if not segments:
-        return AttentionResult(call.query.new_zeros(shape))
     flat: Tensor | None = None
     for packed in structure.cached(packings_of, call.query.device):
         query = tokens_of(call.query, packed.queries)
@@ -235,29 +217,23 @@ def attend_runs(call: AttentionCall, kernels: Any, arguments: dict[str, Any]) ->
             return AttentionResult(out.view(shape))
         flat = out.new_zeros((batch * q_len, *out.shape[1:])) if flat is None else flat
         flat = flat.index_copy(0, packed.queries, out)
-    assert flat is not None, "some run holds a query"
-    return AttentionResult(flat.view(shape))
+    return AttentionResult(call.query.new_zeros(shape) if flat is None else flat.view(shape))
 
 
 def packings_of(structure: MaskStructure, device: torch.device) -> list[Packed]:
     """The segments of a structure as packed rows, a launch for each.
 
     The kernels let the last query stand at the last key. Causal queries behind it, those of right padding, see all keys
-    of their segment: a second launch, which is not causal, and with a window a ValueError.
+    of their segment: a second launch, which is not causal.
     """
-    from ...attention.packing import FULL, TO_LAST, pack
-
-    segments = structure.segments() or ()
-    if not structure.causal and not structure.windowed:
+    segments = structure.segments()
+    assert segments is not None, "padding with holes is refused"
+    if segments and not structure.causal and not structure.windowed:
         return [pack(structure, segments, FULL, device)]
     upto, behind = [], []
     for s in segments:
         count = min(s.q_len, s.k_len - s.offset)
-        if structure.windowed and count < s.q_len:
-            raise ValueError(
-                f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their "
-                'last key, which flash-attn cannot serve under a window; use attn_implementation="adaattn_sdpa"'
-            )
+        assert count == s.q_len or not structure.windowed, "queries behind the keys of a window are refused"
         if count > 0:
             upto.append(s._replace(q_len=count))
         if count < s.q_len:
