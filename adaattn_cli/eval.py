@@ -74,14 +74,10 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
     reports: list[dict[str, Any]] = []
     broken: list[str] = []
     for label, checkpoint, corpus, chosen, name in runs:
+        place = directory / name
         with shown_progress(Console(stderr=True), quiet=options.quiet or not group.is_main) as display:
             result = runner.evaluate(
-                checkpoint,
-                corpus,
-                chosen,
-                output=directory / name,
-                resume=options.resume,
-                progress=partial(display, label),
+                checkpoint, corpus, chosen, output=place, resume=options.resume, progress=partial(display, label)
             )
         bounds = result["bounds"] = report.bounds(result, options.max_ppl_ratio)
         broken += [f"{label}: {b['name']} {b['asked']:g}: {b['sentence']}" for b in bounds if not b["kept"]]
@@ -93,7 +89,7 @@ def _measured(options: Options, settings: Settings, directory: Path) -> tuple[li
                 tell(Console(stderr=True), sentence)
         reports.append(result)
         if group.is_main:
-            runner.write_json(directory / name / runner.REPORT, result)
+            runner.write_json(place / runner.REPORT, result)
             if (options.verbose or not packaged) and not options.quiet:
                 console.print(report.terminal_table(result, options.verbose))
     team.leave()
