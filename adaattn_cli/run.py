@@ -38,7 +38,7 @@ def run(options: Options) -> Done:
                     "in the program, by adaattn_hf.load_plan(model, directory)"
                 )
     except (PlanError, OSError) as error:
-        leave(UsageError(str(error)))
+        leave(UsageError(f"plan: {str(error).removeprefix('plan: ')}"))
     if options.attention not in (None, *adaattn_hf.NAMES):
         leave(UsageError(f"--attention: got {options.attention!r}, expected one of {', '.join(adaattn_hf.NAMES)}"))
     with models_that_load(plan, options.attention):

@@ -26,8 +26,8 @@ class AdaAttnConfig:
     Attributes:
         preset: Name of the preset that these settings came from; it sets nothing by itself.
         backend: Backend for every call, or None to choose one per kind of call. A named backend never falls back.
-        budget: Relative rise of perplexity that a plan may cost (0.001 is 0.1 %), below 0.1: one made for more is
-            refused. 0 sets no limit. A budget buys nothing without a plan, and the model says so once.
+        budget: Relative rise of perplexity that a plan may cost (0.001 is 0.1 %): one made for more is refused. 0 sets
+            no limit. A budget buys nothing without a plan, and the model says so once.
         plan: What each layer and head does, as `Plan.to_dict` writes it; None is exact attention everywhere.
         tensors: Bases and means of the plan, as base64 of their safetensors file, which so travel with the plan; None
             where they lie in a file beside the weights alone.
@@ -52,7 +52,7 @@ class AdaAttnConfig:
             ("monitor", isinstance(self.monitor, bool), "True or False"),
             ("tensors", isinstance(self.tensors, str | None), "base64 of a plan's tensors or None"),
             ("version", isinstance(self.version, int), f"{CONFIG_VERSION}"),
-            ("budget", number and 0 <= self.budget < 0.1, "a number from 0 (no limit) to below 0.1; 0.1 % is 0.001"),
+            ("budget", number and 0 <= self.budget < 1, "a number from 0 (no limit) to below 1; 0.1 % is 0.001"),
         ):
             value = getattr(self, name)
             if not fits or (isinstance(value, bool) and name != "monitor"):

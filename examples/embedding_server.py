@@ -32,7 +32,7 @@ class Embedder:
         """Loads the model, and lets it run whole batches without their padding."""
         self.tokenizer = AutoTokenizer.from_pretrained(name)
         self.model = AutoModel.from_pretrained(name, attn_implementation="adaattn").eval()
-        if self.model.dtype == torch.float16:  # slow on a CPU, and no CPU needs it
+        if self.model.dtype == torch.float16:  # slow on a CPU; `adaattn doctor` says where else bfloat16 pays
             self.model.to(torch.bfloat16 if level_here() == "amx" else torch.float32)
         adaattn_hf.prepare(self.model)
 

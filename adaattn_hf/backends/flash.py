@@ -227,13 +227,21 @@ def packings_of(structure: MaskStructure, device: torch.device) -> list[Packed]:
     of their segment: a second launch, which is not causal.
     """
     segments = structure.segments()
-    assert segments is not None, "padding with holes is refused"
+    if segments is None:  # under torch.jit.trace nobody looks at the padding before
+        raise ValueError(
+            "attention_mask: the padding has holes, which flash-attn cannot serve; pad on one side, or use "
+            'attn_implementation="adaattn_sdpa"'
+        )
     if segments and not structure.causal and not structure.windowed:
         return [pack(structure, segments, FULL, device)]
     upto, behind = [], []
     for s in segments:
         count = min(s.q_len, s.k_len - s.offset)
-        assert count == s.q_len or not structure.windowed, "queries behind the keys of a window are refused"
+        if structure.windowed and count < s.q_len:
+            raise ValueError(
+                f"attention_mask: queries {s.q_start}…{s.q_start + s.q_len} of row {s.row} do not end with their "
+                'last key, which flash-attn cannot serve under a window; use attn_implementation="adaattn_sdpa"'
+            )
         if count > 0:
             upto.append(s._replace(q_len=count))
         if count < s.q_len:

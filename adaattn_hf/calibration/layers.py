@@ -71,21 +71,23 @@ def observe_layers(inputs: Inputs) -> Layers:
     moments, windows, directions = dict[int, Gram](), dict[int, int | None](), set[bool]()
     calls: dict[int | None, dict[int, AttentionCall]] = {None: {}}
     nearest: dict[int | None, tuple[int, AttentionCall]] = {}  # by window, the call nearest to the middle of the model
-    attentions = inputs.arms.attentions
+    place, middle = 0, len(inputs.arms.attentions) // 2
 
     def tap(module: nn.Module, call: AttentionCall) -> Tensor:
+        nonlocal place
         index, window = layer_of(module, call), call.structure.window
         of_call = gram(call.query.detach(), call.key.detach())
         moments[index] = moments[index] + of_call if index in moments else of_call
         windows[index] = window
         directions.add(call.structure.causal)
-        distance = abs(attentions.index(module) - len(attentions) // 2)
+        distance, place = abs(place - middle), place + 1
         if window not in nearest or distance < nearest[window][0]:
             nearest[window] = distance, call
         return exact_tap(module, call)
 
     for number, length in enumerate(sorted(inputs.samples)):
         inputs.run.progress("moments", number, len(inputs.samples))
+        place = 0
         nearest.clear()
         with torch.no_grad(), tapping(tap):
             inputs.arms.hidden(inputs.windows(inputs.samples[length]["risk"][0])[0])
@@ -131,7 +133,10 @@ def observe_layers(inputs: Inputs) -> Layers:
 
 def exact_plan(model: nn.Module, indices: Sequence[int]) -> Plan:
     """Returns the plan of these layers that leaves each exact: all others are made from it."""
-    config: Any = next(attention_modules(model))[1].config
+    _, first = next(attention_modules(model), (0, None))
+    if first is None:
+        raise ValueError("the model has no attention modules with a layer_idx; a plan could not name its layers")
+    config: Any = first.config
     modules = dict(attention_modules(model, config.model_type))
     return Plan(
         format=PLAN_FORMAT, model_type=str(config.model_type), weight_hash=model_hash(model),

@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.call import AttentionCall, AttentionResult
+from ..attention.call import AttentionCall, AttentionResult, head_dim_of
 from ..attention.gradients import Refusing
 from ..attention.heads import joined_heads, some_heads, some_range
 from ..attention.infer import infer_structure, numbers_alone
 from ..attention.kind import HEAD_WINDOWS, PER_HEAD
 from ..attention.runs import restricted
+from ..attention.stored import StoredKV
 from ..attention.structure import OPERANDS, MaskStructure
 from ..attention.tracing import jit_trace
 from ..backends import select
@@ -234,12 +235,14 @@ _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
     f"{_NAMESPACE}::planned",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt layer, str? backend, "
-    f"SymInt? own_window, float scaling, float? softcap, SymInt dropped, Tensor? dropped_by_row, {OPERANDS}) -> Tensor",
+    "SymInt? own_window, float scaling, float? softcap, SymInt dropped, Tensor? dropped_by_row, Tensor? key_scale, "
+    f"Tensor? value_scale, Tensor? key_mean, Tensor? first_key, {OPERANDS}) -> Tensor",
     **_TAGS,
 )
 def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
     """Runs a layer's plan as one node of a traced graph, as it runs without a graph."""
-    bias, sink_logits, handle, backend, own_window, scaling, softcap, dropped, by_row, *operands = inputs
+    bias, sink_logits, handle, backend, own_window, scaling, softcap, dropped, by_row, *rest = inputs
+    record, operands = rest[:4], rest[4:]
     structure = MaskStructure.of_operands(query, key, *operands)
     structure = structure.with_changes(dropped=dropped if by_row is None else by_row)
     bound_layer = BOUND_LAYERS.get(handle)
@@ -251,8 +254,9 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
     if (owner := bound_layer.owner and bound_layer.owner()) is not None:
         owner.check_graph(bound_layer)  # no hook of the model is called in a graph
     call = AttentionCall(
-        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias, window=own_window
-    )
+        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias, window=own_window,
+        stored=None if record[0] is None else StoredKV(*record),
+    )  # fmt: skip
     call.check()
     call = infer_structure(call) or call
     call = replace(call, structure=call.structure.simplified())
@@ -263,7 +267,7 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
 @planned_op.register_fake
 def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     batch, heads, q_len, _d = query.shape
-    return query.new_empty((batch, q_len, heads, value.shape[3]))
+    return query.new_empty((batch, q_len, heads, head_dim_of(value)))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -277,7 +281,8 @@ def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -
     # Exporters and torch.jit trace without Dynamo, but for strict exports. A graph of torch 2.11 that asks
     # `is_exporting` is always told so, and torch 2.6 has no such function.
     compiler = torch.compiler
-    if not compiler.is_dynamo_compiling() or getattr(compiler, "_is_exporting_flag", False):
+    elsewhere = not compiler.is_dynamo_compiling() and (compiler.is_compiling() or jit_trace() is not None)
+    if elsewhere or getattr(compiler, "_is_exporting_flag", False):
         raise ValueError(
             f"plan of layer {bound_layer.plan.layer}: a plan belongs to this process and cannot be exported; export "
             "the model after adaattn_hf.remove_plan(model)"
@@ -302,9 +307,11 @@ def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -
         step = replace(call, per_head=launch.rules if structure.kv_len <= bound_layer.max_length else launch.ending)
         if (kernel := select.kernel_of(step, backend)) is not None:
             return kernel(step).out
+    names = "key_scale", "value_scale", "key_mean", "first_key"
+    record = [None if call.stored is None else getattr(call.stored, name) for name in names]
     out: Tensor = planned_op(
         call.query, call.key, call.value, call.bias, call.sink_logits,
         bound_layer.handle, backend, call.window, call.scaling, call.softcap,
-        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *structure.operands(),
+        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *record, *structure.operands(),
     )  # fmt: skip
     return out

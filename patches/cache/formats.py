@@ -229,6 +229,12 @@ class StoredTensor:
         """Shape of the tensor that this one stands for."""
         return torch.Size((*self.codes.shape[:3], head_dim_of(self.codes)))
 
+    def to(self, device: torch.device) -> StoredTensor:
+        """Itself: layers that share keys ask for them at their queries' device before Transformers 5.23."""
+        if device != self.device:
+            raise TypeError(f"cache: .to({device!r}) was asked of stored keys or values; {_REMEDY}")
+        return self
+
     def size(self, dim: int | None = None) -> Any:
         """Like `Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]

@@ -184,10 +184,10 @@ def _with_keywords(
         if isinstance(mask, StructuredMask):
             if mask.fixed_chunks:
                 raise ValueError(
-                    "cu_seq_lens_q: got packed documents beside an attention_mask in a compiled graph of a model with "
-                    f"chunked attention ({type(module).__name__}), whose chunks then count from the row's first key "
-                    "and not from each document's; leave the attention_mask out and pass position_ids, or run the "
-                    "model without torch.compile"
+                    "cu_seq_lens_q: got packed documents beside an attention_mask, or before Transformers 5.23, in a "
+                    f"compiled graph of a model with chunked attention ({type(module).__name__}), whose chunks then "
+                    "count from the row's first key and not from each document's; leave the attention_mask out and "
+                    "pass position_ids, or run the model without torch.compile"
                 )
             packed = mask.packed_by(cu_q, cu_k)
             if packed is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from adaattn_hf.attention.structure import MaskStructure
@@ -93,10 +94,11 @@ def adaattn_mask(
         padding = F.pad(attention_mask, (0, missing), value=False) if missing > 0 else attention_mask
         padding = padding[:, kv_offset : kv_offset + kv_length].bool()
     rules = None if use_vmap else _rules_of(mask_function, q_length, kv_length, kv_offset)
-    # with a mask Transformers looks for no documents in positions; what it composed is not read in a compiled graph
+    # with a mask Transformers looks for no documents in positions, and before 5.23 it counts chunks along the row if
+    # it finds some; what it composed is not read in a compiled graph
     chunks = (
         rules is None
-        and attention_mask is not None
+        and (attention_mask is not None or not hasattr(masking_utils, "remap_positions_for_packed_sequence"))
         and getattr(config, "attention_chunk_size", None) is not None
         and torch.compiler.is_compiling()
     )

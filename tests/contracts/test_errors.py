@@ -211,8 +211,8 @@ CASES: dict[str, tuple[Case, ...]] = {
          "config.adaattn | got str | expected a mapping | configure(model, adaattn_hf.AdaAttnConfig(...))"),
         ("give configure a dictionary", lambda: adaattn_hf.configure(torch.nn.Linear(2, 2), {"monitor": True}),  # type: ignore[arg-type]
          "settings | got {'monitor': True} | expected an AdaAttnConfig | configure(model, adaattn_hf.AdaAttnConfig"),
-        ("give a budget in percent", lambda: adaattn_hf.AdaAttnConfig(budget=0.1),
-         "adaattn.budget | got 0.1 | from 0 (no limit) to below 0.1 | 0.1 % is 0.001"),
+        ("give a budget in percent", lambda: adaattn_hf.AdaAttnConfig(budget=5),
+         "adaattn.budget | got 5 | from 0 (no limit) to below 1 | 0.1 % is 0.001"),
         ("load settings of another version", lambda: adaattn_hf.AdaAttnConfig.from_dict({"version": 99}),
          "adaattn.version | got 99 | reads 1 | install the version"),
     ),

@@ -333,7 +333,8 @@ def test_layers_that_read_the_keys_of_others_read_codes(name: str) -> None:
 def test_prompt_lookup_asks_for_the_room_that_stock_asks_for() -> None:
     model, tokens = llama(), ids(1, 3).repeat(1, 4)
     flow: dict[str, Any] = dict(max_new_tokens=2, do_sample=False, prompt_lookup_num_tokens=3)
-    with pytest.raises(IndexError, match="out of bounds"):
+    # before 5.24 stock refuses static caches there
+    with pytest.raises((IndexError, ValueError), match=r"out of bounds|not supported with Static"):
         model.generate(tokens, past_key_values=StaticCache(config=model.config, max_cache_len=14), **flow)
     for stored in ("model", "int8"):
         with pytest.raises(ValueError, match="max_cache_len: got 14, expected at least 15"):

@@ -219,11 +219,16 @@ def test_a_cache_is_what_its_plan_was_proven_with() -> None:
 @needs_tracing
 @pytest.mark.parametrize("stored", ["model", "int8"])
 def test_a_compiled_model_reads_the_cache_between_its_graphs(stored: str) -> None:
+    """Full codes round a prompt's keys in a graph without its queries: otherwise than outside, and as exactly."""
     model, tokens = llama(LAYERS[:1]), ids(1, 82)
-    traced = torch.compile(model, backend="eager", dynamic=True)
-    expected = run(model, tokens, AdaAttnCache(model, stored), 60, 1, 20, 1)
+    exact, expected = (run(model, tokens, AdaAttnCache(model, kept), 60, 1, 20, 1) for kept in ("model", stored))
     for cache in caches(model, stored):
-        torch.testing.assert_close(run(traced, tokens, cache, 60, 1, 20, 1), expected, atol=NEAR, rtol=0)
+        torch._dynamo.reset()  # else what the first cache compiled keeps the second from being traced
+        found = run(torch.compile(model, backend="eager", dynamic=True), tokens, cache, 60, 1, 20, 1)
+        if stored == "int8" and not cache.streaming:
+            assert 0 < (found - exact).square().mean() < 1.2 * (expected - exact).square().mean()
+        else:
+            torch.testing.assert_close(found, expected, atol=NEAR, rtol=0)
 
 
 # ---------------- refusals

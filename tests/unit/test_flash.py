@@ -219,7 +219,12 @@ def test_a_step_with_gradients_over_padding_that_nobody_looked_at_is_left_to_tor
     assert not TritonBackend().refusals(plain)
 
 
-def test_padding_with_holes_is_refused(backend: FlashBackend) -> None:
-    holes = torch.tensor([[True, False, True, True]])
-    call = make(MaskStructure(1, 4, 4, causal=True, key_padding=holes))
-    assert "no dense mask" in str(backend.refusals(call.checked_kind(named=True)))
+@pytest.mark.parametrize(("padding", "rules", "said"), [
+    ([True, False, True, True], {}, "holes"), ([True, True, False, False], {"window": 2}, "last key"),
+])  # fmt: skip
+def test_padding_that_packed_kernels_cannot_say_is_an_error(
+    backend: FlashBackend, padding: list[bool], rules: dict[str, int], said: str
+) -> None:
+    call = make(MaskStructure(1, 4, 4, causal=True, key_padding=torch.tensor([padding]), **rules))
+    with pytest.raises(ValueError, match=said):
+        attended(backend, call)

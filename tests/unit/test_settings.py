@@ -21,7 +21,7 @@ from ..support.plans import give, plan_for
     ({"preset": "fast"}, r"got 'fast' with a budget of 0.*whose budget is 0\.01.*configure\(model, 'fast'\)"),
     ({"preset": "long_context", "monitor": True}, "got 'long_context' with a budget of 0"),
     ({"preset": "nonsense"}, "preset: got 'nonsense', expected one of balanced, exact, fast, long_context"),
-    ({"preset": "fasd", "budget": 0.01}, "Did you mean 'fast'"),
+    ({"preset": "fasd", "budget": 0.1}, "Did you mean 'fast'"),
     ({"unverified": True}, r"expected no such setting: no file.*load_plan\(model, unverified=True\)"),
     ({"unverified": False}, "expected no such setting"),
     (AdaAttnConfig(), "got AdaAttnConfig, expected a mapping"),

@@ -178,11 +178,12 @@ def _descriptors(launches: Sequence[Launch], key: Tensor, value: Tensor) -> tupl
 def find_launches(
     structure: MaskStructure, device: torch.device, kind: CallKind, windows: HeadWindows | None, on_hopper: bool
 ) -> tuple[Launch, ...]:
-    """The launches of all calls of a kind over a structure that is made of runs.
+    """The launches of all calls of a kind over a structure; one that is not made of runs is refused.
 
     `windows` are those of `head_windows`; `on_hopper` lets the kernel for Hopper be among the launches.
     """
-    assert structure.segments() is not None, "dense masks and padding with holes are refused"
+    if structure.segments() is None:  # under torch.jit.trace nobody looks at the padding before
+        raise ValueError("structure: a dense mask or padding with holes, expected runs; use the sdpa backend")
     heavy = _is_heavy(kind, pairs_seen(structure, windows or ((ALL, 0),) * kind.kv_heads))
     specialised = on_hopper and heavy and device_facts(device).specialised
     launches = _launches_on_hopper(structure, device, kind, windows) if specialised else ()
