@@ -170,7 +170,9 @@ def tokens(text: str, name: str = "lengths") -> tuple[int, ...]:
         number = part.strip().lower()
         digits = number.removesuffix("k")
         if not (digits.isdecimal() and len(digits) < 20):  # Python reads no number of thousands of digits
-            raise ValueError(f"{name} is {text!r:.80}, expected numbers of tokens by commas, as 4096,8192 or 4k,8k")
+            raise ValueError(
+                f"{name} is {text!r:.80}, expected numbers of tokens by commas, such as 4096,8192 or 4k,8k"
+            )
         lengths.append(int(digits) * (1024 if digits != number else 1))
     return tuple(lengths)
 

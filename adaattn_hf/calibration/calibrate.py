@@ -262,9 +262,10 @@ def report(
     alpha: Array,
     verdicts: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Returns the report of a calibration as JSON data: `allocation` is None for the exact plan.
+    """Returns the report of a calibration for `json_text`, which writes its infinite numbers as null.
 
-    `history` is what each step predicted and measured, `verdicts` holds the last one of each length.
+    `allocation` is None for the exact plan, `history` is what each step predicted and measured, `verdicts` holds the
+    last one of each length.
     """
     exact = np.zeros(len(measurement.layers.units), dtype=np.int64)
     base, price = (

@@ -213,7 +213,7 @@ class SolverTable:
     kept: NDArray[np.int64] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as JSON values; infinite numbers, which `json_text` writes as null, are read back."""
+        """The table as lists and numbers; infinite ones stay so: `json_text` writes null, which `from_dict` reads."""
         constant, kind = np.unique(self.launches.constant, axis=1, return_inverse=True)
         return {
             "units": [list(unit) for unit in self.units],

@@ -99,6 +99,7 @@ class Codes(Format):
     is_numbers = False
 
     def __init__(self, bits: int) -> None:
+        """`bits` of a value's code."""
         self.parts = {
             "key_codes": (torch.int8, "k"),
             "key_scale": (torch.uint8, ""),

@@ -46,6 +46,7 @@ class CacheMemory:
         return batch * (bytes_held + self.per_sequence)
 
     def __str__(self) -> str:
+        """One line."""
         form = "in the model's dtype" if self.stored == "model" else f"as {self.stored}, {self.smaller:.2f} times less"
         rest = f", plus {self.per_sequence:,} per sequence" if self.per_sequence else ""
         windowed, heads = self.streaming

@@ -48,6 +48,7 @@ class EngineSettings(ContinuousBatchingConfig):
     """
 
     def __deepcopy__(self, memo: Any) -> EngineSettings:
+        """The engine's copy."""
         copied = copy.copy(self)
         copied.__dict__["_of_engine"] = True
         return copied

@@ -107,10 +107,12 @@ class StructuredMask:
         return StructuredMask(last, self.device, self.fixed_chunks, self.cut + first)
 
     def __and__(self, other: Any) -> Tensor:
+        """Conjunction with a dense mask."""
         both: Tensor = self.dense() & other
         return both
 
     def __invert__(self) -> Tensor:
+        """Hidden instead of visible."""
         return ~self.dense()
 
     def __add__(self, other: Any) -> Tensor:
@@ -121,6 +123,7 @@ class StructuredMask:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Gives torch functions the dense mask."""
         if getattr(func, "__name__", "") in _ADDITIONS:
             raise UnsupportedModel(_ADDED)
 

@@ -1,4 +1,4 @@
-"""A model's configurations, and how many tokens it can read: learned positions, and what they say of rotary ones."""
+"""How many tokens a model can read, by its learned positions and its configurations, which are collected here."""
 
 from __future__ import annotations
 

@@ -78,6 +78,7 @@ class Unpadding:
     """The hooks of one model, whose base model is `trunk`; `calls` counts passes, those not packed by reason."""
 
     def __init__(self, top: nn.Module, trunk: nn.Module) -> None:
+        """Registers nothing yet; `install` does."""
         self.top, self.trunk = top, trunk
         self.calls: Counter[str] = Counter()
         config: Any = trunk.config

@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from adaattn_hf.backends import capability
 
 
 class OnCuda(Tensor):
@@ -40,6 +43,15 @@ class Devices:
             yield
         finally:
             self.current = before
+
+
+def told_of(monkeypatch: pytest.MonkeyPatch, *sms: tuple[int, int], current: int = 0, hip: str | None = None) -> None:
+    """`capability` finds CUDA devices of these compute capabilities; torch itself, which may trace, finds none."""
+    cuda = SimpleNamespace(
+        is_available=lambda: True, current_device=lambda: current, get_device_capability=sms.__getitem__
+    )
+    seen = SimpleNamespace(cuda=cuda, version=SimpleNamespace(hip=hip), device=torch.device)
+    monkeypatch.setattr(capability, "torch", seen)
 
 
 def shifted(tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from adaattn_hf.backends.capability import of_level, of_sm
 from adaattn_hf.backends.native import library
 from adaattn_hf.backends.select import refusals_of
 
+from ..support.on_device import told_of
+
 X = torch.zeros(1, 2, 8, 16)
 KIND = AttentionCall(X, X, X, MaskStructure(1, 8, 8, causal=True), 0.25).checked_kind()
 
@@ -31,11 +33,19 @@ def test_cuda_devices(sm: tuple[int, int], bf16: bool, fp8: bool, int8: bool, ti
     assert f"{kib} KiB" in found.words()
 
 
+def test_the_device_that_is_current_now_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for current, sm in enumerate(((9, 0), (7, 5))):
+        told_of(monkeypatch, (9, 0), (7, 5), current=current)
+        assert capability_module.capability() == capability_module.capability(torch.device("cuda")) == of_sm(sm)
+        assert capability_module.capability(1) == of_sm((7, 5))
+    told_of(monkeypatch, (9, 0), hip="6.4")
+    assert capability_module.capability() is None, "a device of another vendor"
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_traced_graph_looks_into_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch warns of a cached function that it traces, in every program that compiles a model."""
-    asked = torch.compiler.assume_constant_result(lambda index: 90)
-    monkeypatch.setattr(capability_module, "_sm", asked)
+    told_of(monkeypatch, (9, 0))
 
     def kib(x: torch.Tensor) -> torch.Tensor:
         found = capability_module.capability(0)

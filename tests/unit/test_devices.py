@@ -15,7 +15,7 @@ from adaattn_hf.attention.call import AttentionCall, AttentionResult  # noqa: E4
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402  (imports triton)
 from adaattn_hf.attention.stored import StoredKV, quantise  # noqa: E402
 from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
-from adaattn_hf.backends import capability, flash, select  # noqa: E402
+from adaattn_hf.backends import flash, select  # noqa: E402
 from adaattn_hf.backends.flash import Flash4Backend  # noqa: E402
 from adaattn_hf.backends.sdpa import kernels  # noqa: E402
 from adaattn_hf.backends.select import BACKENDS  # noqa: E402
@@ -23,7 +23,7 @@ from adaattn_hf.backends.triton import backward, forward, step, tables  # noqa: 
 from adaattn_hf.backends.triton.launch import Launcher, device_facts  # noqa: E402
 
 from ..support.calls import attended  # noqa: E402
-from ..support.on_device import Devices, OnSecond  # noqa: E402
+from ..support.on_device import Devices, OnSecond, told_of  # noqa: E402
 
 N = 70
 WINDOWS = HeadRules((9, 0), (3, 0), ("model", "model"))
@@ -124,12 +124,10 @@ def test_flash_attn_4_is_called_on_the_device_of_the_tensors(monkeypatch: pytest
 
 @pytest.fixture
 def unlike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    sms = {None: 90, 0: 90, 1: 75}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    told_of(monkeypatch, (9, 0), (7, 5))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(capability, "_sm", lambda index: sms[index])
     device_facts.cache_clear()
     yield
     device_facts.cache_clear()

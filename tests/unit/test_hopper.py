@@ -15,11 +15,11 @@ from adaattn_hf.attention.call import AttentionCall  # noqa: E402
 from adaattn_hf.attention.heads import HeadRules  # noqa: E402
 from adaattn_hf.attention.kind import GRAD  # noqa: E402
 from adaattn_hf.attention.structure import MaskStructure  # noqa: E402
-from adaattn_hf.backends import capability, order, select  # noqa: E402
+from adaattn_hf.backends import order, select  # noqa: E402
 from adaattn_hf.backends.triton import forward, launch, specialised, tiling  # noqa: E402
 
 from ..support.calls import attended, call_over  # noqa: E402
-from ..support.on_device import shifted  # noqa: E402
+from ..support.on_device import shifted, told_of  # noqa: E402
 
 PROGRAMS = 4
 N = 512
@@ -168,10 +168,9 @@ def test_rows_of_one_narrow_head_must_read_enough_keys(
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROGRAMS))
-    monkeypatch.setattr(capability, "_sm", lambda index: 90)
+    told_of(monkeypatch, (9, 0))
     launch.device_facts.cache_clear()
     yield
     launch.device_facts.cache_clear()
@@ -230,7 +229,7 @@ def test_causal_requests_on_hopper(n: int, heads: int, dim: int, first: str) -> 
 @pytest.mark.parametrize("lacks", ["another device", "an older Triton", "Triton"])
 def test_elsewhere_the_order_stays(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     if lacks == "another device":
-        monkeypatch.setattr(capability, "_sm", lambda index: 100)
+        told_of(monkeypatch, (10, 0))
     elif lacks == "an older Triton":
         monkeypatch.setattr(triton, "__version__", "3.5.1")
     else:

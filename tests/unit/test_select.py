@@ -26,13 +26,13 @@ from adaattn_hf.attention.kind import (
     CallKind,
 )
 from adaattn_hf.attention.structure import MaskStructure
-from adaattn_hf.backends import capability as capability_module
 from adaattn_hf.backends import select
 from adaattn_hf.backends.base import Backend, Kernel
 from adaattn_hf.backends.eager import EagerBackend
 from adaattn_hf.backends.sdpa import dispatch
 
 from ..support.calls import kind_with
+from ..support.on_device import told_of
 from ..support.versions import needs_tracing
 
 
@@ -252,7 +252,7 @@ TAKEN: list[tuple[int, dict[str, Any], str | None]] = [
 @needs_tracing
 @pytest.mark.parametrize("sm", [80, 90, 120])
 def test_nothing_that_is_asked_on_the_way_breaks_a_graph(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capability_module, "_sm", torch.compiler.assume_constant_result(lambda index: sm))
+    told_of(monkeypatch, divmod(sm, 10))
     kinds = [
         kind_with()._replace(**TRACED | changes, features=COMPILING | bits)  # type: ignore[arg-type]
         for bits, changes, _ in TAKEN

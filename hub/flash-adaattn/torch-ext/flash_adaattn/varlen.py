@@ -9,7 +9,7 @@ from .arguments import check_tensors, options
 from .attention.tracing import transform_at_work
 from .operators import masked_varlen, traced_varlen
 from .paged import gathered
-from .patches.call.refusals import check_transform, check_untransformed
+from .patches.call.refusals import check_untransformed
 from .run import attend, packed_runs
 
 
@@ -65,8 +65,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     if torch.compiler.is_compiling():
         out, lse = traced_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, need_lse=return_attn_probs)
-    elif (transform := transform_at_work()) is not None:
-        check_transform(None, transform, q, k)
+    elif transform_at_work() is not None:
         out, lse = masked_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, asked, need_lse=return_attn_probs)
     else:
         # the packed sequences as one batch row
