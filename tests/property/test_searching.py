@@ -30,6 +30,7 @@ from adaattn_hf.patches.unpad.packing import PackedPrefill
 from tests.support import malformed, valid
 from tests.support.doors import HUB
 from tests.support.kernels import kernel
+from tests.support.versions import since_5_23
 
 from .searching import again, beyond, changed, files, graphs, oracle, twins, ways, whole
 from .searching.drawing import Drawing
@@ -361,6 +362,7 @@ def test_it_reports_files_without_a_checksum(monkeypatch: pytest.MonkeyPatch) ->
         files.original.cache_clear()
 
 
+@since_5_23
 def test_it_reports_borders_that_are_cut_by_the_rows_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     real = documents.with_documents
     for user in (masks, extended):
@@ -468,6 +470,7 @@ def test_it_reports_a_stand_in_for_a_cache_that_lacks_what_a_family_asks_for(mon
         twins.judge_family("deepseek_v32")
 
 
+@since_5_23
 def test_it_reports_sinks_of_each_token_that_nobody_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(families.UNROUTED, "inkling2")
     monkeypatch.setattr(families, "_refusal_of", families._refusal_of.__wrapped__)
