@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,16 +56,18 @@ class StoredKV:
     key_mean: Tensor | None = None
     first_key: Tensor | None = None
 
+    def tensors(self) -> dict[str, Tensor | None]:
+        """All fields by name, in their order."""
+        return {name: getattr(self, name) for name in ("key_scale", "value_scale", "key_mean", "first_key")}
+
     def of_heads(self, heads: Sequence[int]) -> StoredKV:
         """The record of some key/value heads."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        chosen = {name: tensor[:, list(heads)].contiguous() for name, tensor in tensors.items() if tensor is not None}
-        return StoredKV(**chosen)
+        tensors = {name: tensor for name, tensor in self.tensors().items() if tensor is not None}
+        return StoredKV(**{name: tensor[:, list(heads)].contiguous() for name, tensor in tensors.items()})
 
     def check_device(self, device: torch.device) -> None:
         """Refuses a record of which a tensor does not lie where its codes do."""
-        for name in ("key_scale", "value_scale", "key_mean", "first_key"):
-            tensor = getattr(self, name)
+        for name, tensor in self.tensors().items():
             if tensor is not None and tensor.device != device:
                 raise ValueError(
                     f"stored.{name}: got a tensor on {tensor.device} for codes on {device}, expected one device; move "

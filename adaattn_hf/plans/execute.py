@@ -307,8 +307,7 @@ def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -
         step = replace(call, per_head=launch.rules if structure.kv_len <= bound_layer.max_length else launch.ending)
         if (kernel := select.kernel_of(step, backend)) is not None:
             return kernel(step).out
-    names = "key_scale", "value_scale", "key_mean", "first_key"
-    record = [None if call.stored is None else getattr(call.stored, name) for name in names]
+    record = (None,) * 4 if call.stored is None else call.stored.tensors().values()
     out: Tensor = planned_op(
         call.query, call.key, call.value, call.bias, call.sink_logits,
         bound_layer.handle, backend, call.window, call.scaling, call.softcap,
