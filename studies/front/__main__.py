@@ -112,8 +112,10 @@ CELLS: dict[str, Make] = CPU | {
     "gpu step 16k": _steps(1, 16000),
     "gpu step 8 x 4k": _steps(8, 4000),
     "gpu training": lambda device, _: training(device, 16, 1024),
+    "gpu training 8 x 2k": lambda device, _: training(device, 8, 2048, packed=False),
     **{f"gpu requests {count}": partial(requests, count=count) for count in (8, 32)},
     **{f"gpu requests {count} x 8k": partial(requests, count=count, prompt=8000, absent=MASKED) for count in (8, 32)},
+    "gpu requests 32 x 32k": partial(requests, count=32, prompt=32700, absent=MASKED),
     **{
         f"gpu requests {count} x 32k 8B": partial(requests, count=count, prompt=32700, sizes=LLAMA8, absent=MASKED)
         for count in (4, 8)

@@ -137,12 +137,13 @@ def requests(
     return Job(title, said, arms, after=ending.close)
 
 
-def training(device: torch.device, documents: int, length: int) -> Job:
-    """A whole training step on documents packed into one row: forward, backward, optimizer."""
+def training(device: torch.device, documents: int, length: int, packed: bool = True) -> Job:
+    """A whole training step on documents packed into one row, or a row each: forward, backward, optimizer."""
     model = shaped(TRAINED if ON_CUDA else TINY, device, torch.bfloat16 if ON_CUDA else torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=ON_CUDA)
-    ids = torch.randint(0, 64, (1, documents * length), device=device)
-    places = torch.arange(length, device=device).repeat(documents)[None]
+    rows = 1 if packed else documents
+    ids = torch.randint(0, 64, (rows, documents * length // rows), device=device)
+    places = torch.arange(length, device=device).repeat(documents).view_as(ids)
 
     def step() -> None:
         model(ids, position_ids=places, labels=ids, use_cache=False).loss.backward()
@@ -152,6 +153,7 @@ def training(device: torch.device, documents: int, length: int) -> Job:
     reasons = {"eager": BIG, "flex_attention": "its first step had not ended after 150 s"}
     arms: dict[str, Arm | str] = {name: reasons.get(name) or way(model, step, name) for name in STOCK}
     arms["adaattn"] = Arm(step, partial(model.set_attn_implementation, "adaattn"))
-    title = f"LLaMA's layers, 0.4B, random weights, {documents} documents of {length:,} tokens packed into one row"
+    title = f"LLaMA's layers, 0.4B, random weights, {documents} documents of {length:,} tokens"
+    title += " packed into one row" if packed else ""
     said = {"timed": "whole model", "dtype": "bfloat16", "real tokens": 1.0}
     return Job(title, said | {"prompt or step": "training step: forward, backward, AdamW"}, arms)
