@@ -43,14 +43,14 @@ def test_searches_share_no_row_and_plans_without_a_commit_are_refused(reports: R
     report = reports["real_models"]
     rows = headline_tables.kept(report).splitlines()[2:]
     found = [row.split(" | ")[2] for row in rows if "SmolLM2" in row]
-    assert found == ["2 of 3", "8 of 10", "9 of 9", "3 of 3", "10 of 10", "6 of 6"], "failures count"
+    assert found == ["2 of 3", "8 of 10", "15 of 15", "3 of 3", "10 of 10", "15 of 15"], "failures count"
     assert len({row.rpartition(" | ")[2] for row in rows}) == 4
-    assert "41 of 45 calibrations" in headline_tables.rates(report, headline.SEARCHES)
+    assert "68 of 74 calibrations" in headline_tables.rates(report, headline.SEARCHES)
     own = [row for row in report["NVIDIA-H200"]["rows"] if row["met"] and row["budget"] == "1%"]
     own[0]["met"] = False
     own[2]["third"]["upper"] = 1.0
-    assert "40 of 45 calibrations" in headline_tables.rates(report, headline.SEARCHES)
-    assert "39 of 40, its 95 % upper bound for 35 of 40" in headline_tables.rates(report, headline.SEARCHES)
+    assert "67 of 74 calibrations" in headline_tables.rates(report, headline.SEARCHES)
+    assert "66 of 67, its 95 % upper bound for 59 of 67" in headline_tables.rates(report, headline.SEARCHES)
     own[0]["provenance"]["commit"] = None
     with pytest.raises(UsageError, match="has no commit"):
         headline_tables.kept(report)
