@@ -42,10 +42,13 @@ _DECLARED = PagedAttentionArgs.__annotations__.keys() | {"k_cache", "v_cache"}  
 
 
 class EngineSettings(ContinuousBatchingConfig):
-    """Settings by which the engine hands over tables of pages.
+    """Settings by which the engine hands over tables of pages, and fills its buffers after it has cleared them.
 
-    It works on a copy of its own, where it sets `max_blocks_per_request` to 0 for all names but flash-attn's.
+    It works on a copy of its own, where it sets `max_blocks_per_request` to 0 for all names but flash-attn's, and for
+    layers that slide, which it has no tables for: `keeps_tables` is False there.
     """
+
+    keeps_tables = True
 
     def __deepcopy__(self, memo: Any) -> EngineSettings:
         """The engine's copy."""
@@ -55,11 +58,29 @@ class EngineSettings(ContinuousBatchingConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field; in the engine's copy tables are not taken away."""
-        if not (name == "max_blocks_per_request" and value == 0 and "_of_engine" in self.__dict__):
+        taken = name == "max_blocks_per_request" and value == 0
+        if not (taken and self.keeps_tables and "_of_engine" in self.__dict__):
             super().__setattr__(name, value)
 
+    @property
+    def cuda_graph_booleans(self) -> tuple[bool, bool]:
+        """Whether steps with prompts and steps with a table are captured; the current stream has nothing left to do.
 
-def engine_settings(model: nn.Module) -> ContinuousBatchingConfig:
+        The engine clears the buffers of asynchronous batching on this stream and fills them on another, which does not
+        wait (Transformers 5.17 to 5.24): on a busy device the first inputs were cleared again, so that a prompt's first
+        tokens were never written. It asks for this in between, when its buffers are there.
+        """
+        _wait_for_stream()
+        found: tuple[bool, bool] = super().cuda_graph_booleans
+        return found
+
+
+def _wait_for_stream() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+def engine_settings(model: nn.Module) -> EngineSettings:
     """Settings of the engine for a model: tables of pages and graphs of their steps on CUDA.
 
     Where some layer slides the engine has no tables. Steps with prompts are not captured, so that nothing is padded.
@@ -69,7 +90,9 @@ def engine_settings(model: nn.Module) -> ContinuousBatchingConfig:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = getattr(config, "layer_types", None) or [getattr(config, "sliding_window", None) or "full_attention"]
     if set(kinds) != {"full_attention"}:
-        return ContinuousBatchingConfig(use_cuda_graph=False)
+        settings = EngineSettings(use_cuda_graph=False)
+        settings.keeps_tables = False
+        return settings
     if next(model.parameters()).device.type != "cuda":
         return EngineSettings(use_cuda_graph=False, max_blocks_per_request=0)
     return EngineSettings(use_cuda_graph=(False, True), q_padding_interval_size=1, kv_padding_interval_size=1)

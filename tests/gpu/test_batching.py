@@ -27,6 +27,8 @@ from ..unit.test_triton_pages import attend, paged, truth
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 LENGTHS, NEW = (5, 300, 40, 1, 130), 16
 ENGINE = {PAGE: 256, "max_batch_tokens": 128}
+BUSY = 10**9
+"""Cycles of a device: some half a second."""
 
 
 def model(**changes: Any) -> Any:
@@ -70,6 +72,20 @@ def test_tokens_are_those_of_generate(
     right = [found.generate(torch.tensor([ids]).cuda(), **settings)[0, len(ids) :].tolist() for ids in prompts]
     assert answers == right
     assert set(read) == (set() if window else {False, True} if graphs else {False})
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_a_busy_device_does_not_clear_the_first_inputs(window: int | None) -> None:
+    """Where it is busy while the engine starts, and the first step comes late, as beside other processes."""
+    found, prompt = model(window=window), torch.randint(3, 64, (130,), generator=torch.Generator().manual_seed(0))
+    settings = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    right = found.generate(prompt[None].cuda(), **settings)[0, 130:].tolist()
+    late = iter([4 * BUSY])
+    found.register_forward_pre_hook(lambda *_: torch.cuda._sleep(next(late, 1)))
+    with adaattn_hf.continuous_batching(found) as engine:
+        engine.use_cuda_graph, engine.use_async_batching = False, True
+        torch.cuda._sleep(BUSY)
+        assert together(found, [prompt.tolist()], NEW, engine, **ENGINE) == [right]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

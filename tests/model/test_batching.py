@@ -11,6 +11,7 @@ import transformers as tf
 from packaging.version import Version
 from torch import Tensor
 from transformers.generation.continuous_batching.initialization import decide_use_async_batching
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 import adaattn_hf
 from adaattn_hf.attention.call import AttentionCall
@@ -323,6 +324,29 @@ def test_lengths_that_are_written_again_are_read_again() -> None:
     shorter, _ = attend_requests(None, module, query, query, query, **told)
     assert torch.equal(shorter[:, :5], first[:, :5])
     assert not shorter[:, 5:].any()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_settings_wait_between_clearing_buffers_and_filling_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the engine does the one on a stream that the other does not wait for."""
+    _, ours = fresh_pair(name)
+    order: list[str] = []
+    monkeypatch.setattr(batching, "_wait_for_stream", lambda: order.append("wait"))
+    cleared, filled = ContinuousBatchingIOs.__init__, ContinuousBatchingIOs.prepare_batch_tensors
+
+    def clear(buffers: Any, *given: Any, **named: Any) -> None:
+        cleared(buffers, *given, **named)
+        order.append("clear")
+
+    def fill(*given: Any, **named: Any) -> None:
+        order.append("fill")
+        filled(*given, **named)
+
+    monkeypatch.setattr(ContinuousBatchingIOs, "__init__", clear)
+    monkeypatch.setattr(ContinuousBatchingIOs, "prepare_batch_tensors", fill)
+    with adaattn_hf.continuous_batching(ours) as engine:
+        together(ours, PROMPTS[:1], engine=engine)
+    assert "wait" in order[order.index("clear") : order.index("fill")]
 
 
 @pytest.mark.parametrize("graphs", [(False, True), False])
