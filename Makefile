@@ -103,7 +103,7 @@ house: ## rooms, floors, arrows and sizes of the source, each with its limit
 # copy resolves them, without kernels, and errors are still reported at the real paths.
 .PHONY: typed
 typed: $(READY)
-	rm -rf build/typed build/lib*  # of earlier sources, which pip would install again
+	rm -rf build/typed  # pip would leave what is there
 	CXX=no-compiler $(BIN)/python -m pip install -q --no-deps --no-build-isolation --target build/typed .
 
 types: typed ## mypy --strict

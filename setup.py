@@ -47,9 +47,13 @@ class BuildPy(build_py):
         if self.editable_mode:
             build_native(Path(__file__).parent / PLACE)
             return
-        place = Path(self.build_lib) / PLACE
-        (place / native["NAME"]).unlink(missing_ok=True)  # of an earlier build: a wheel holds what this one compiles
-        build_native(place)
+        # of an earlier build: the library, modules that are gone, objects of a compile that was killed
+        made = {Path(path) for path in self.get_outputs(include_bytecode=False)}
+        for top in {name.partition(".")[0] for name in self.packages}:
+            for path in Path(self.build_lib, top).rglob("*"):
+                if path.is_file() and path not in made:
+                    path.unlink()
+        build_native(Path(self.build_lib) / PLACE)
 
 
 class Wheel(bdist_wheel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -245,10 +246,9 @@ class CachedLayer(DynamicLayer):
         """
         if tokens_to_remove > 0:
             raise ValueError(
-                f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less: "
-                "minus the count of tokens to take off the end"
+                f"tokens_to_remove: got {tokens_to_remove}, expected 0 or less: minus the number to take off the end"
             )
-        self._forget(-tokens_to_remove)
+        self._forget(-index(tokens_to_remove))  # assisted decoding of Transformers 5.17 counts by tensors
 
     def _forget(self, count: int) -> None:
         window = self.sliding_window

@@ -21,6 +21,7 @@ from adaattn_hf.plans.plan import EXACT, Plan
 from ..support.choices import make_choice
 from ..support.command import adaattn
 from ..support.plans import plan_for
+from ..support.versions import PAGE
 from ..support.warm import AS_A_MODULE, WarmInterpreter
 from .conftest import OWN_PAGES, PAGES
 
@@ -198,7 +199,7 @@ def test_an_engine_that_is_started_under_the_command_runs_the_plan(
     plan = Plan.from_pretrained(kept(checkpoint.load(llama, device="cpu"), tmp_path / "plan", WINDOW))
     program = transformers.AutoModelForCausalLM
     settings = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    sizes = transformers.ContinuousBatchingConfig(num_blocks=8, page_size=32, max_batch_tokens=64) if given else None
+    sizes = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64, **{PAGE: 32}) if given else None
     prompts = [list(range(3, 40)), list(range(50, 60))]
     with models_that_load(plan, "adaattn"):
         model = program.from_pretrained(llama).eval()

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from packaging.version import Version
 from torch import Tensor
 
 import adaattn_hf
@@ -19,9 +18,10 @@ from adaattn_hf.patches.call.batching import attend_requests
 from adaattn_hf.patches.plans.attach import load_plan
 from adaattn_hf.plans.choices import Choice, Window
 
-from ..model.test_batching import PAGE, together
+from ..model.test_batching import together
 from ..support.head_rules import rules
 from ..support.plans import plan_for
+from ..support.versions import PAGE, since
 from ..unit.test_triton_pages import attend, paged, truth
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -105,7 +105,7 @@ def test_a_step_is_attention_request_by_request(window: int | None, dtype: torch
         torch.testing.assert_close(out[:, q].double(), right, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.skipif(Version(tf.__version__) < Version("5.19"), reason="the engine logs what a step raises, and goes on")
+@since("5.19", "the engine logs what a step raises, and goes on")
 def test_captured_steps_are_refused_with_the_way_out() -> None:
     found = model()
     with pytest.raises(ValueError, match="use_cuda_graph=False"), adaattn_hf.continuous_batching(found) as engine:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from packaging.version import Version
 from transformers import StaticCache
 
 import adaattn_hf
@@ -28,6 +27,7 @@ from ..support.models import main_output
 from ..support.on_device import shifted
 from ..support.operators import NamedOperators
 from ..support.plans import plan_for
+from ..support.versions import since
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("bulk_always")]
 
@@ -213,17 +213,7 @@ def test_models_equal_eager(name: str, side: str) -> None:
 
 @pytest.mark.parametrize(
     "cache",
-    [
-        "dynamic",
-        "static",
-        pytest.param(
-            "offloaded",
-            marks=pytest.mark.skipif(
-                Version(tf.__version__) < Version("5.20"),
-                reason="Transformers fetches a layer before its copy to the host is complete (until 5.20)",
-            ),
-        ),
-    ],
+    ["dynamic", "static", pytest.param("offloaded", marks=since("5.20", "fetched before its copy is whole"))],
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_generates_the_same_tokens(name: str, cache: str) -> None:

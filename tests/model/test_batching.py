@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from packaging.version import Version
 from torch import Tensor
 from transformers.generation.continuous_batching.initialization import decide_use_async_batching
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
@@ -25,14 +24,13 @@ from adaattn_hf.plans.choices import Choice, Window
 
 from ..support.models import assert_same, fresh_pair, pair, tokens
 from ..support.plans import plan_for
+from ..support.versions import PAGE, since
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILIES = ("gpt2", "llama", "qwen2-hybrid", "mistral-window", "gemma2-softcap", "gemma3-hybrid", "gpt-oss-sinks")
 NARROW = Choice.of(Window(6, sinks=2))
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (4, 2, 7, 33, 20, 18)]
 NEW = 10
-PAGE = "page_size" if Version(tf.__version__) >= Version("5.18") else "block_size"
-"""How the engine's settings name the tokens of a page."""
 
 
 def one_by_one(model: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -215,7 +213,7 @@ def test_a_plan_of_another_thread_is_refused(caplog: pytest.LogCaptureFixture) -
     assert "use_plan: generate_batch()" in f"{raised.value}{caplog.text}"
 
 
-@pytest.mark.skipif(Version(tf.__version__) < Version("5.19"), reason="the engine takes any name there")
+@since("5.19", "the engine takes any name there")
 def test_outside_the_block_the_engine_refuses() -> None:
     _, ours = fresh_pair("llama")
     with pytest.raises(ValueError, match="adaattn is not supported for continuous batching"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from packaging.version import Version
 from torch import Tensor
 
 import adaattn_hf
@@ -23,6 +22,7 @@ from studies.cache_speed import held_bytes
 from ..support.cached import ids, llama, run
 from ..support.choices import make_choice
 from ..support.models import config_of, fresh_pair, padding, tokens
+from ..support.versions import HERE
 from .test_streaming_cache import EXACT, NEAR, give, model_for
 
 
@@ -98,9 +98,7 @@ def test_the_peak_of_decode_steps_is_what_explain_says(stored: str, streaming: b
 
 
 # ---------------------------------------------------------------------- a cache by either of its names
-
-
-RENAMED = Version(tf.__version__) >= Version("5.24")
+RENAMED = HERE.release >= (5, 24)
 
 
 def test_the_name_is_that_of_this_version() -> None:

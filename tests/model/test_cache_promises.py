@@ -15,6 +15,7 @@ from adaattn_hf.patches.cache.store import Store
 from adaattn_hf.patches.models.cache_keyword import with_cache
 
 from ..support import cached
+from ..support.versions import since
 
 
 def llama(implementation: str = "adaattn", seed: int = 3) -> Any:
@@ -30,6 +31,7 @@ def _ready(model: Any) -> Any:
 
 
 MODELS = {"llama": llama, "mistral": mistral}
+RECORDING = "a stock layer that records its past returns more keys than its mask has columns, if no crop comes between"
 
 
 def ids(count: int, seed: int, batch: int = 2) -> Tensor:
@@ -123,7 +125,7 @@ def test_a_copy_that_was_taken_in_time_stays_and_goes_on(stored: str, change: st
     assert torch.equal(step(model, ids(3, 7), copied), step(model, ids(3, 7), other))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=since("5.18", RECORDING))])
 def test_branches_of_a_tree_have_the_logits_of_the_stock_cache(name: str) -> None:
     """Two texts behind one prefix, the second after the first was taken back; then the first, from what was kept."""
 
@@ -143,10 +145,6 @@ def test_branches_of_a_tree_have_the_logits_of_the_stock_cache(name: str) -> Non
         torch.testing.assert_close(ours, stock, atol=1e-5, rtol=0)
 
 
-def fork_by_deepcopy(cache: Any) -> Any:
-    return copy.deepcopy(cache)
-
-
 def fork_by_pickle(cache: Any) -> Any:
     return pickle.loads(pickle.dumps(cache))
 
@@ -157,7 +155,7 @@ def fork_by_layers(cache: Any) -> Any:
     return branch
 
 
-@pytest.mark.parametrize("fork", [fork_by_deepcopy, fork_by_pickle, fork_by_layers])
+@pytest.mark.parametrize("fork", [copy.deepcopy, fork_by_pickle, fork_by_layers])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fork_goes_its_own_way(name: str, fork: Callable[[Any], Any]) -> None:
     def grow(model: Any) -> list[Tensor]:

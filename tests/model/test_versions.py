@@ -17,8 +17,8 @@ from adaattn_hf.patches.models.support import is_ours
 from adaattn_hf.patches.registry import engine_name
 
 from ..support.names import registered
+from ..support.versions import HERE
 
-HERE = Version(tf.__version__)
 HANDED = ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "block_table", "cache")
 """What the engine of continuous batching hands to attention, as far as we read it."""
 

@@ -117,6 +117,19 @@ def test_sdist_holds_what_a_packager_needs(built: Path) -> None:
     assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith((".venv", "build"))]
 
 
+def test_what_an_earlier_build_left_is_in_no_later_one(tmp_path: Path) -> None:
+    source, build = copy_checkout(tmp_path / "source"), [sys.executable, "setup.py", "-q", "build"]
+    run(build, cwd=source)
+    (place,) = source.glob("build/lib*")
+    first = {path for path in place.rglob("*") if path.is_file()}
+    for name in ("libadaattn.so", "gone.py", ".build.killed/portable.o"):
+        path = place / "adaattn_hf" / "backends" / "native" / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    run(build, cwd=source)
+    assert {path for path in place.rglob("*") if path.is_file()} == first
+
+
 def test_installed_wheel_works_from_anywhere(installed: Path, tmp_path: Path) -> None:
     package, patches = run([installed, "-c", WORKS.format(closed=CLOSED)], cwd=tmp_path).split()
     assert Path(package).is_relative_to(installed.parents[1])

@@ -10,13 +10,14 @@ from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .models import Pair, build, sized
+from .versions import HERE
 
 LISTED: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
     (Path(__file__).parents[1] / "model" / "breadth.yaml").read_text(encoding="utf-8")
 )
 ROUTED_SINCE = {"gptj": Version("5.24")}
 """Families that took no attention by its name before some version of Transformers."""
-ROUTED = [family for family, since in ROUTED_SINCE.items() if Version(tf.__version__) >= since]
+ROUTED = [family for family, since in ROUTED_SINCE.items() if since <= HERE]
 for _family in set(ROUTED_SINCE).difference(ROUTED):
     del LISTED["decoders"][_family]
 

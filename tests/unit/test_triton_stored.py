@@ -54,17 +54,11 @@ def check(call: AttentionCall, bits: int, atol: float = 2e-5, **how: bool) -> No
 
 @interpreted
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, "decode, large heads", "padded decode, large heads"])
 def test_every_step_reads_codes(name: str, bits: int) -> None:
-    check(make(STRUCTURES[name], 4, 2, 32, 64, torch.float32), bits)
-
-
-@interpreted
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", ["decode", "padded decode"])
-def test_large_heads(name: str, bits: int) -> None:
-    """A tile holds fewer keys of them, but as many a warp."""
-    check(make(STRUCTURES[name], 4, 2, 256, 256, torch.float32), bits)
+    """Of large heads a tile holds fewer keys, but as many a warp."""
+    kind, _, large = name.partition(", ")
+    check(make(STRUCTURES[kind], 4, 2, *((256, 256) if large else (32, 64)), torch.float32), bits)
 
 
 @interpreted
