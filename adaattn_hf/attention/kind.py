@@ -150,6 +150,10 @@ _SMALL_PAIRS_CUDA = 1 << 17
 """The same on CUDA, which masks more of them in the time in which the host waits to look."""
 
 
+BITS = {"int8": 8, "k8v4": 4}
+"""Bits of a value's code, by the name of the format of a cache; keys have eight."""
+
+
 def format_of(value_dtype: torch.dtype) -> str:
     """The name of the format whose codes of values have a dtype."""
     return "k8v4" if value_dtype is torch.uint8 else "int8"
