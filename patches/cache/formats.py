@@ -172,7 +172,6 @@ class Codes(Format):
 
 
 FORMATS: dict[str, Format] = {"model": Format(), **{name: Codes(bits) for name, bits in BITS.items()}}
-CACHES = tuple(FORMATS)
 """What a cache can keep: numbers in the model's dtype, or one of the quantised formats."""
 
 
@@ -232,9 +231,7 @@ class StoredTensor:
 
     def to(self, device: torch.device) -> StoredTensor:
         """Itself: layers that share keys ask for them at their queries' device before Transformers 5.23."""
-        if device != self.device:
-            raise TypeError(f"cache: .to({device!r}) was asked of stored keys or values; {_REMEDY}")
-        return self
+        return self if device == self.device else self.__getattr__("to")
 
     def size(self, dim: int | None = None) -> Any:
         """Like `Tensor.size`."""
