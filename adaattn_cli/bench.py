@@ -3,8 +3,6 @@
 Cells are run in turn; each result is printed, and written to the output file at once.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 from pathlib import Path

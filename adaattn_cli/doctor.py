@@ -1,7 +1,5 @@
 """`adaattn doctor`: what is installed on this machine, what is missing, and how to get it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -5,8 +5,6 @@ one chunk of logits only. It is checked once per model that `head(hidden)` equal
 transforms, caps or scales is run through the model's own forward pass; if that fails too, whole logits are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature

@@ -1,7 +1,5 @@
 """Where a number came from: versions, machine, checkout."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import os

@@ -3,8 +3,6 @@
 Windows become batches, batches run through every arm, and logits become numbers per scored token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

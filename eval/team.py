@@ -5,8 +5,6 @@ those of a single process bit for bit (with as many threads per process: torch's
 travel through the default process group, which must carry CPU data (gloo does).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The kind of an attention call: what a backend is chosen by and a kernel is made for, and the key of what is kept."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

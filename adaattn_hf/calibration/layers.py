@@ -4,8 +4,6 @@ Pass zero runs one sequence of each length with exact attention. It gives the me
 ranks need, and the attention calls that are timed for the prices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version

@@ -5,8 +5,6 @@ prefill and in decode. Rows beyond the calibrated length are exact, decided row 
 same batch nor a longer prompt changes what an earlier row computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -9,8 +9,6 @@ than three times its 95th percentile in calibration is exact for the rest of the
 the monitor only warns, since a checkpointed backward pass must compute the same function again.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass, field

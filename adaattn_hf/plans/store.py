@@ -1,7 +1,5 @@
 """A plan's files, in a directory or a repository of the Hub, and the tensors of plans in memory, by their hash."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

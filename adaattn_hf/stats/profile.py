@@ -7,8 +7,6 @@ Entropy says whether a head is peaked or diffuse. It measures sparsity and not r
 entropy 0 and full rank, uniform attention has the largest entropy and rank 1. Ranks come from `stats.spectrum`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

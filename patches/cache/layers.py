@@ -4,8 +4,6 @@ What a layer of numbers hands to attention is what a layer that concatenates han
 codes hands on what stands for them (`StoredTensor`), but for a prompt, which is read unrounded.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory of a cache: bytes per token and per sequence, known before it holds a token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Registered when the package is imported, never while a graph is traced, and from
 opens when one of them first runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Triton kernels as a backend: what they serve, and which of the two runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

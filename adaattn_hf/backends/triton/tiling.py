@@ -3,8 +3,6 @@
 Nothing here imports Triton: the backend asks for tiles before it is known to be there.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from ...attention.kind import BITS, SOFTCAP, CallKind
