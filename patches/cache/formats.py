@@ -229,7 +229,7 @@ class StoredTensor:
         """Shape of the tensor that this one stands for."""
         return torch.Size((*self.codes.shape[:3], head_dim_of(self.codes)))
 
-    def to(self, device: torch.device) -> StoredTensor:
+    def to(self, device: torch.device) -> Any:
         """Itself: layers that share keys ask for them at their queries' device before Transformers 5.23."""
         return self if device == self.device else self.__getattr__("to")
 
