@@ -53,10 +53,9 @@ class Team:
         """Returns the first process's value in all processes."""
         if self.size == 1:
             return value
-        box: list[Any] = [value]
+        box = [value]
         dist.broadcast_object_list(box, src=0)
-        received: T = box[0]
-        return received
+        return box[0]
 
 
 def present() -> Team:

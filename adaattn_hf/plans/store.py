@@ -83,8 +83,7 @@ def upload(directory: str, repo_id: str, private: bool | None, token: str | None
 
 def file_of(tensors: dict[str, Tensor]) -> bytes:
     """Returns the safetensors file of some tensors."""
-    saved: bytes = _safetensors().torch.save(tensors)
-    return saved
+    return bytes(_safetensors().torch.save(tensors))
 
 
 def _safetensors() -> Any:
