@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.kind import BITS
 from adaattn_hf.attention.listeners import Tap, tapping
-from adaattn_hf.attention.stored import BITS, StoredKV, direction_of, mean_of, quantise
+from adaattn_hf.attention.stored import StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends import select
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.bound_layer import BoundLayer

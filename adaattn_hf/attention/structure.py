@@ -199,7 +199,7 @@ class MaskStructure:
         causal, q_offset, window, sinks, chunk, dropped, offset, by_row, *tensors = operands
         return cls(
             q.shape[0], q.shape[2], k.shape[2], causal, q_offset if offset is None else offset, window, sinks, chunk,
-            *tensors, dropped if by_row is None else by_row,
+            *tensors, dropped=dropped if by_row is None else by_row,
         )  # fmt: skip
 
     def with_changes(self, **changes: Any) -> MaskStructure:

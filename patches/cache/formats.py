@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention.call import head_dim_of
-from adaattn_hf.attention.stored import BITS, CHANNELS, FULL, StoredKV, direction_of, mean_of, quantise
+from adaattn_hf.attention.kind import BITS
+from adaattn_hf.attention.stored import CHANNELS, FULL, StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends.native import storing as native
 from adaattn_hf.backends.order import TRITON
 
