@@ -197,9 +197,10 @@ class MaskStructure:
     def of_operands(cls, q: Tensor, k: Tensor, *operands: Any) -> MaskStructure:
         """The structure of queries and keys `[batch, heads, length, head_dim]`, from what `operands` returned."""
         causal, q_offset, window, sinks, chunk, dropped, offset, by_row, *tensors = operands
+        chunk_start, key_padding, q_segments, k_segments, spans, mask = tensors
         return cls(
             q.shape[0], q.shape[2], k.shape[2], causal, q_offset if offset is None else offset, window, sinks, chunk,
-            *tensors, dropped=dropped if by_row is None else by_row,
+            chunk_start, key_padding, q_segments, k_segments, spans, mask, dropped if by_row is None else by_row,
         )  # fmt: skip
 
     def with_changes(self, **changes: Any) -> MaskStructure:
