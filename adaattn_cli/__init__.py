@@ -1,7 +1,5 @@
 """The command `adaattn`, a package of its own: it answers at once, and imports `adaattn_hf` when a command runs."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

@@ -4,8 +4,6 @@ Nothing of `adaattn_hf` is imported before, as that would import Transformers: h
 options answer at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

@@ -3,10 +3,9 @@
 Cells are run in turn; each result is printed, and written to the output file at once.
 """
 
-from __future__ import annotations
-
 import gc
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -135,34 +134,8 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
     """All figures of one cell; the first name is ours, the others are compared with it."""
     # a function that torch has compiled for eight kinds of calls is run uncompiled from then on: stock flex_attention
     torch.compiler.reset()
-    works: dict[str, Work] = {}
-    refused: dict[str, str] = {}
-    differences: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    first_output: Any = None
-    make = ways(cell, grid, device)
-    error = error_of_processes(make) if cell.arms else error_of(cell, device)
-    for name in names:
-        try:
-            work = make(name)
-            result = work()
-        except _REFUSALS as unable:
-            if isinstance(unable, BackendRefusal) and name == names[0]:
-                raise UsageError(
-                    f"attn_implementation: got {name!r}, expected what serves {cell.title}: {unable}"
-                ) from unable
-            if name == names[0]:
-                raise
-            refused[name] = str(unable).splitlines()[0][:200] if str(unable) else type(unable).__name__
-            continue
-        label = OURS if name == names[0] else name
-        if first_output is None:
-            first_output = result.detach()
-        else:
-            differences[name] = _difference(cell, first_output, result.detach())
-        if error is not None:
-            errors[label] = error(result)
-        works[label] = work
+    make = ways(cell, grid, device)  # files of an arm's process are there as long as it is
+    works, compared = _worked(cell, names, make, device)
     if options.profile is not None:
         trace(works, options.profile, cell.title, device)
     for _ in range(1 + options.gate):
@@ -194,12 +167,44 @@ def run_cell(cell: Cell, names: list[str], grid: Grid, device: torch.device, opt
         "ratios": ratios,
         "best": best,
         "ratio_best": None if best is None else ratios[best],
-        "difference": differences,
-        "error": errors,
         "peak_bytes": peaks,
         **({"runs": {name: process.runs for name, process in processes.items()}} if cell.arms else {}),
-        "refused": refused,
+        **compared,
     }
+
+
+def _worked(
+    cell: Cell, names: list[str], make: Callable[[str], Any], device: torch.device
+) -> tuple[dict[str, Work], dict[str, Any]]:
+    """The works of those that can do a cell, done once; how answers differ, their errors, and why others cannot."""
+    works: dict[str, Work] = {}
+    refused: dict[str, str] = {}
+    differences: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    first_output: Any = None
+    error = error_of_processes(make) if cell.arms else error_of(cell, device)
+    for name in names:
+        try:
+            work = make(name)
+            result = work()
+        except _REFUSALS as unable:
+            if isinstance(unable, BackendRefusal) and name == names[0]:
+                raise UsageError(
+                    f"attn_implementation: got {name!r}, expected what serves {cell.title}: {unable}"
+                ) from unable
+            if name == names[0]:
+                raise
+            refused[name] = str(unable).splitlines()[0][:200] if str(unable) else type(unable).__name__
+            continue
+        label = OURS if name == names[0] else name
+        if first_output is None:
+            first_output = result.detach()
+        else:
+            differences[name] = _difference(cell, first_output, result.detach())
+        if error is not None:
+            errors[label] = error(result)
+        works[label] = work
+    return works, {"difference": differences, "error": errors, "refused": refused}
 
 
 def _difference(cell: Cell, ours: torch.Tensor, theirs: torch.Tensor) -> float:

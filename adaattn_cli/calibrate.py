@@ -1,7 +1,5 @@
 """`adaattn calibrate`: a loss budget in, a verified plan out, stored and shown."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

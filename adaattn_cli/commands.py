@@ -1,7 +1,5 @@
 """Every command by name: its help and its options; `run` of the module of the same name does what it says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path

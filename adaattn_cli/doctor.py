@@ -1,7 +1,5 @@
 """`adaattn doctor`: what is installed on this machine, what is missing, and how to get it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -21,6 +19,7 @@ from adaattn_hf.backends.native.build import compiler
 from adaattn_hf.backends.native.library import level_names, library, missing
 from adaattn_hf.backends.select import BACKENDS
 from adaattn_hf.errors import UsageError
+from adaattn_hf.eval.provenance import version_of
 from adaattn_hf.stats.stopwatch import ROUNDS, in_turn
 
 from .options import Done, Options
@@ -73,14 +72,6 @@ def table(findings: list[Finding]) -> Table:
     return drawn
 
 
-def installed(name: str) -> str:
-    """Version of a distribution; empty if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def bfloat16() -> str:
     """Whether this CPU runs a linear layer, BERT's widest for 256 tokens, faster in bfloat16 than in float32.
 
@@ -99,13 +90,13 @@ def bfloat16() -> str:
 
 def findings() -> Iterator[Finding]:
     """This package, Python and what is required, by the bounds in the metadata; CPU and kernels, GPUs, backends."""
-    own = installed("adaattn-hf")
+    own = version_of("adaattn-hf")
     yield Finding("versions", "adaattn-hf", own, "" if own else "pip install the checkout")
     yield Finding("versions", "Python", platform.python_version())
     for requirement in map(Requirement, (own and importlib.metadata.requires("adaattn-hf")) or ()):
         if requirement.marker is not None:
             continue  # of an extra
-        version = installed(requirement.name)
+        version = version_of(requirement.name)
         if not version or not requirement.specifier.contains(version, prereleases=True):
             yield Finding("versions", requirement.name, version, f"pip install '{requirement}'")
         elif requirement.name in SHOWN:

@@ -1,7 +1,5 @@
 """What may end a command early, each in one sentence: options, files, memory that is full, Ctrl-C or a kill."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """`adaattn eval`: compares the perplexity of two attention implementations on real text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial

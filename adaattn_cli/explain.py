@@ -1,7 +1,5 @@
 """`adaattn explain`: shows which backend and plan each layer runs, and why not other backends. Needs no weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

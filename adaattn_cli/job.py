@@ -3,8 +3,6 @@
 Plans do not go into a model unless asked, nor over what is others'. Its text is read before a model is loaded.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -12,8 +12,6 @@
 Nothing here loads torch, so that help and mistakes in options do not wait for it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import os

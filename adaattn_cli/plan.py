@@ -1,7 +1,5 @@
 """`adaattn plan`: shows a plan as a picture, and draws what other budgets would buy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """`adaattn profile`: measures what each attention head does on a text; a table, JSON and an HTML page."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`adaattn run`: runs somebody's Python program with our attention names, plans and continuous batching."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.metadata

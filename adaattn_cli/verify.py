@@ -3,8 +3,6 @@
 Its budget, lengths, choices and cache are its claim. All else is the program's own, or typed: limits, level and text.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import asdict, replace
 from importlib.metadata import version

@@ -3,8 +3,6 @@
 Importing it registers names with Transformers and operators with torch; the rest is imported when it is asked for.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

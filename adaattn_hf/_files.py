@@ -1,7 +1,5 @@
 """Files that are whole or absent, JSON that every reader can read, and names that no terminal obeys."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

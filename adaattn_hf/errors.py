@@ -1,7 +1,5 @@
 """Errors with their exit codes, the sentence for a name that nobody knows, warnings, and what is said once."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys

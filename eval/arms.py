@@ -5,8 +5,6 @@ one chunk of logits only. It is checked once per model that `head(hidden)` equal
 transforms, caps or scales is run through the model's own forward pass; if that fails too, whole logits are used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -18,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from adaattn_hf.attention.call import AttentionCall
+from adaattn_hf.attention.kind import BITS
 from adaattn_hf.attention.listeners import Tap, tapping
-from adaattn_hf.attention.stored import BITS, StoredKV, direction_of, mean_of, quantise
+from adaattn_hf.attention.stored import StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends import select
 from adaattn_hf.plans import execute
 from adaattn_hf.plans.bound_layer import BoundLayer

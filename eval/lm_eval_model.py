@@ -1,7 +1,5 @@
 """The model `adaattn` of lm-evaluation-harness; importing this module registers it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lm_eval.api.registry import register_model

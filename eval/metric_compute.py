@@ -1,7 +1,5 @@
 """What the `evaluate` metric computes, and where the metric lies."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

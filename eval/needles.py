@@ -7,8 +7,6 @@ quarter of the needles repeats the key of a needle half a haystack earlier with 
 the first token may be that of either. (RULER, Hsieh et al. 2024: multi-key and multi-value.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Pages from measured records: data set into a template, and names from outside that bring no markup of their own."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Mapping
 from importlib import resources

@@ -9,8 +9,6 @@ With `nll` the sum of -log p over all scored tokens of all documents (nats), as 
     bits per byte     nll / bytes / ln 2
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a user sees while a command runs: lines, bars, and how far each stage of the work is."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

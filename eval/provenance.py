@@ -1,8 +1,5 @@
 """Where a number came from: versions, machine, checkout."""
 
-from __future__ import annotations
-
-import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -25,17 +22,22 @@ from adaattn_hf.errors import UsageError
 PACKAGES = ("adaattn-hf", "torch", "transformers", "numpy", "scipy", "tokenizers", "datasets", "lm-eval", "flash-attn")
 
 
+def version_of(package: str) -> str:
+    """Version of a distribution; empty if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def provenance(device: torch.device) -> dict[str, Any]:
     """Versions, machine, threads, the commit of the checkout (None outside one) and a digest of the source that ran.
 
     Processors of one name differ in what they have: the instruction set is that of the native kernels.
     """
-    cuda, versions = device.type == "cuda", {}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
+    cuda = device.type == "cuda"
     return {
-        "versions": versions,
+        "versions": {package: version for package in PACKAGES if (version := version_of(package))},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": capability.cpu_name(),

@@ -1,7 +1,5 @@
 """Tables of reports, for the terminal and in Markdown. Every figure in them is read from the JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Windows become batches, batches run through every arm, and logits become numbers per scored token.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -176,22 +174,7 @@ def measure(
     corpus = corpus.head(settings.limit_docs)
     task = tasks.build(checkpoint, corpus, settings)
     windows, arms, device = task.windows, _arms(checkpoint, settings, task.context), checkpoint.device
-    weights, digest = weight_hash(checkpoint.model), hashlib.sha256()
-    for window in windows:
-        for part in (window.input_ids, window.rows, window.targets):
-            digest.update(np.asarray(part, "<i8").tobytes())
-    fingerprint = {
-        "model": checkpoint.name,
-        "weights": weights,
-        "dtype": checkpoint.dtype,
-        "device": device.type,
-        "data": corpus.sha256,
-        "windows": digest.hexdigest(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        **{f"settings.{key}": value for key, value in asdict(settings).items()},
-        "plans": [arm.plan and arm.plan["sha256"] for arm in arms],
-    }
+    about = _about(checkpoint, corpus, settings, task, arms)
     batches = plan_batches(windows, settings.batch_size, settings.padding)
     sizes = [sum(len(windows[w].targets) for w in batch) for batch in batches]
 
@@ -222,6 +205,7 @@ def measure(
         return {"peak_bytes": most, "counted": how, "batch_shape": list(keywords["input_ids"].shape)}
 
     group = team.present()
+    fingerprint = _fingerprint(about, settings, windows, device)
     with Journal(output if group.is_main else None, fingerprint, resume=resume) as journal:
         largest, _ = inputs_of(
             max(batches, key=lambda batch: len(batch) * max(len(windows[w].input_ids) for w in batch))
@@ -245,25 +229,7 @@ def measure(
         return [{"role": role, "implementation": name, **e} for (role, name), e in zip(roles, entries, strict=True)]
 
     report = {
-        "format": FORMAT,
-        "model": {
-            "name": checkpoint.name,
-            "type": checkpoint.model.config.model_type,
-            "objective": checkpoint.objective,
-            "parameters": sum(p.numel() for p in checkpoint.model.parameters()),
-            "dtype": checkpoint.dtype,
-            "weights_sha256": weights,
-        },
-        "data": {
-            "name": corpus.name,
-            "kind": corpus.kind,
-            "origin": corpus.origin,
-            "documents": len({w.document for w in windows}),
-            "sha256": corpus.sha256,
-        },
-        "settings": {**asdict(settings), "context": task.context},
-        "protocol": task.protocol,
-        "plans": [arm.plan and {"role": arm.role, **arm.plan} for arm in arms],
+        **about,
         "quality": summary.quality(task, scores, of_window, of_document, roles, corpus.kind),
         "activation": per_arm(
             [
@@ -280,6 +246,55 @@ def measure(
     if output is not None and group.is_main:
         write_json(output / REPORT, report)
     return Measured(report, scores, of_document, records)
+
+
+def _about(
+    checkpoint: Checkpoint, corpus: Corpus, settings: Settings, task: tasks.Task, arms: Sequence[Arm]
+) -> dict[str, Any]:
+    """The part of a report that is known before anything is measured."""
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": checkpoint.name,
+            "type": checkpoint.model.config.model_type,
+            "objective": checkpoint.objective,
+            "parameters": sum(p.numel() for p in checkpoint.model.parameters()),
+            "dtype": checkpoint.dtype,
+            "weights_sha256": weight_hash(checkpoint.model),
+        },
+        "data": {
+            "name": corpus.name,
+            "kind": corpus.kind,
+            "origin": corpus.origin,
+            "documents": len({w.document for w in task.windows}),
+            "sha256": corpus.sha256,
+        },
+        "settings": {**asdict(settings), "context": task.context},
+        "protocol": task.protocol,
+        "plans": [arm.plan and {"role": arm.role, **arm.plan} for arm in arms],
+    }
+
+
+def _fingerprint(
+    about: Any, settings: Settings, windows: Sequence[TokenWindow], device: torch.device
+) -> dict[str, Any]:
+    """What a journal's batches may be mixed by: all that their numbers depend on."""
+    digest, model = hashlib.sha256(), about["model"]
+    for window in windows:
+        for part in (window.input_ids, window.rows, window.targets):
+            digest.update(np.asarray(part, "<i8").tobytes())
+    return {
+        "model": model["name"],
+        "weights": model["weights_sha256"],
+        "dtype": model["dtype"],
+        "device": device.type,
+        "data": about["data"]["sha256"],
+        "windows": digest.hexdigest(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **{f"settings.{key}": value for key, value in asdict(settings).items()},
+        "plans": [plan and plan["sha256"] for plan in about["plans"]],
+    }
 
 
 def evaluate(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, **how: Any) -> dict[str, Any]:

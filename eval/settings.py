@@ -3,8 +3,6 @@
 Each is the option of `adaattn eval` of the same name, whose help says what it means.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from adaattn_hf.attention.stored import CACHE_FORMATS

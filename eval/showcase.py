@@ -6,8 +6,6 @@ are two roundings of one function. There the mean difference from stock has to l
 difference from stock may be (the farther end of its 95 % interval).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Tokens of one document are not independent, so the document is the unit of resam
 to Evals"). The estimator is the ratio of sums, sum(delta) / sum(tokens), i.e. the mean over tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

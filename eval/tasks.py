@@ -1,7 +1,5 @@
 """A corpus and a model into windows: what exactly is scored, and the sentence that says so."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from adaattn_hf.errors import ModelUnavailable, UsageError

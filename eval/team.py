@@ -5,8 +5,6 @@ those of a single process bit for bit (with as many threads per process: torch's
 travel through the default process group, which must carry CPU data (gloo does).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,10 +53,9 @@ class Team:
         """Returns the first process's value in all processes."""
         if self.size == 1:
             return value
-        box: list[Any] = [value]
+        box = [value]
         dist.broadcast_object_list(box, src=0)
-        received: T = box[0]
-        return received
+        return box[0]
 
 
 def present() -> Team:

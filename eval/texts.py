@@ -4,8 +4,6 @@ Calibration and evaluation read alike. Whatever is not plain text in UTF-8 is re
 with marks in the place of what is not understood, it would be measured as other text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

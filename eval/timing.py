@@ -1,7 +1,5 @@
 """Seconds of calls that take turns, what is made of them (spreads, ratios), and bytes at a call's peak."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ detokenisation: `len(re.split(r"\\s+", page))` words (which counts the empty str
 UTF-8. The model reads the detokenised page.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 

@@ -18,8 +18,6 @@ index, and the sequences of smallest rank are kept (bottom-k sampling): a unifor
 candidates there are. It depends only on the seed and the text.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Loads a checkpoint with its tokenizer, and makes copies of a model that share weights but differ in attention."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator, Sequence

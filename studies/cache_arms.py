@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
+from adaattn_hf.patches.cache.caches import AdaAttnCache
+from adaattn_hf.patches.cache.formats import FORMATS
 
 from .cache_text import STOCK, Arm, read
 from .front import jobs
@@ -41,7 +42,7 @@ def _pressed(press: str, dropped: float, words: str) -> Arm:
     return Arm(f"kvpress {press}, {words}", "sdpa", _dynamic, 1 - dropped, make)
 
 
-OURS = {f"AdaAttnCache {stored}": stored for stored in CACHES}
+OURS = {f"AdaAttnCache {stored}": stored for stored in FORMATS}
 """What each of this package's caches stores."""
 PRESSES = ("Knorm", "SnapKV", "ExpectedAttention")
 ARMS = (

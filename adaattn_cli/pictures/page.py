@@ -1,7 +1,5 @@
 """Plans on one HTML page that needs no network: one plan, or what every budget would buy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kind import (
-    BIAS,
-    COMPILING,
-    DROPOUT,
-    EMPTY,
-    GRAD,
-    LSE,
-    OPAQUE,
-    SINKS,
-    SINKS_AWAY,
-    SOFTCAP,
-    STORED,
-    SUBCLASS,
-    SYMBOLIC,
-    CallKind,
-    facts_in_graph,
-    facts_of,
-)
+from . import kind as asks
+from .kind import CallKind
+from .structure import OPERANDS as RULES
 from .structure import MaskStructure
 from .tracing import any_autocast, holds_no_memory
 
 if TYPE_CHECKING:
     from .heads import HeadRules
     from .stored import StoredKV
+
+OPERANDS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, float scaling, float? softcap, "
+    f"Tensor? key_scale, Tensor? value_scale, Tensor? key_mean, Tensor? first_key, {RULES}"
+)
+"""What `AttentionCall.operands` returns, in the schema of an operator."""
 
 _new = tuple.__new__
 
@@ -193,17 +184,17 @@ class AttentionCall:
         ):
             return None
         if compiling:
-            shape, features, packed, keys = facts_in_graph(structure, device.type)
+            shape, features, packed, keys = asks.facts_in_graph(structure, device.type)
         else:
-            facts_key = facts_of, device.type, named
+            facts_key = asks.facts_of, device.type, named
             shape, features, packed, keys = structure.made.get(facts_key) or structure.cached(*facts_key)
         rules, bias, sinks = self.per_head, self.bias, self.sink_logits
         if rules is not None:
             features |= rules.features
-            if features & SINKS_AWAY == SINKS_AWAY and shape == "ragged":
+            if features & asks.SINKS_AWAY == asks.SINKS_AWAY and shape == "ragged":
                 shape = "irregular"
         if self.stored is not None:
-            features |= STORED
+            features |= asks.STORED
             if value.dtype is torch.uint8:
                 dim_v *= 2
         if torch.is_grad_enabled() and (
@@ -213,30 +204,30 @@ class AttentionCall:
             or (bias is not None and bias.requires_grad)
             or (sinks is not None and sinks.requires_grad)
         ):
-            features |= GRAD
+            features |= asks.GRAD
         if self.dropout:
-            features |= DROPOUT
+            features |= asks.DROPOUT
         if self.softcap is not None:
-            features |= SOFTCAP
+            features |= asks.SOFTCAP
         if sinks is not None:
-            features |= SINKS
+            features |= asks.SINKS
         if bias is not None:
-            features |= BIAS
+            features |= asks.BIAS
         if self.need_lse:
-            features |= LSE
+            features |= asks.LSE
         pairs = kv_bytes = 0
         if compiling:
-            features |= COMPILING
+            features |= asks.COMPILING
         elif type(q_len) is not int:
-            features |= SYMBOLIC
+            features |= asks.SYMBOLIC
         else:
             if not (batch and heads and q_len and kv_len and dim_v):
-                features |= EMPTY
+                features |= asks.EMPTY
             if not (type(query) is type(key) is type(value) is Tensor):
-                features |= OPAQUE if holds_no_memory(query, key, value) else SUBCLASS
-            if not features & OPAQUE and query.is_cuda:
+                features |= asks.OPAQUE if holds_no_memory(query, key, value) else asks.SUBCLASS
+            if not features & asks.OPAQUE and query.is_cuda:
                 pairs = 1 << (batch * heads * q_len * kv_len).bit_length() >> 1
-            elif not features & OPAQUE and q_len == 1:
+            elif not features & asks.OPAQUE and q_len == 1:
                 kv_bytes = 1 << ((key.numel() + value.numel()) * key.dtype.itemsize - 1).bit_length()
         fields = (
             device, query.dtype, key.dtype, value.dtype, heads, kv_heads, dim, dim_v,
@@ -251,6 +242,22 @@ class AttentionCall:
         kind = self.kind(named)
         assert kind is not None, "what was checked fits"
         return kind
+
+    def operands(self) -> tuple[Any, ...]:
+        """What operators of traced graphs compute from, as in `OPERANDS`."""
+        record = (None,) * 4 if self.stored is None else self.stored.tensors().values()
+        tensors = self.query, self.key, self.value, self.bias, self.sink_logits
+        return *tensors, self.scaling, self.softcap, *record, *self.structure.operands()
+
+    @classmethod
+    def of_operands(cls, *operands: Any) -> AttentionCall:
+        """The call of what `operands` returned."""
+        from .stored import StoredKV  # of graphs alone
+
+        query, key, value, bias, sinks, scaling, softcap, *rest = operands
+        record, structure = rest[:4], MaskStructure.of_operands(query, key, *rest[4:])
+        stored = None if record[0] is None else StoredKV(*record)
+        return cls(query, key, value, structure, scaling, 0.0, softcap, sinks, bias, stored=stored)
 
     def with_positive_scaling(self) -> AttentionCall:
         """The same call by a factor above 0, for kernels that divide by it, or compare scores before they multiply."""
@@ -271,6 +278,12 @@ class AttentionCall:
 def head_dim_of(value: Tensor) -> int:
     """Channels of a value, also of one in four bits."""
     return value.shape[3] * (2 if value.dtype is torch.uint8 else 1)
+
+
+def empty_output(query: Tensor, _: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """An output `[batch, q_len, heads, head_dim_v]` that nobody has computed, as a traced graph knows it."""
+    batch, heads, q_len, _dim = query.shape
+    return query.new_empty((batch, q_len, heads, head_dim_of(value)))
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,7 +1,5 @@
 """What backward passes share: second derivatives are refused, never left out; and the gradient of learned sinks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads a dense mask back into the rules that made it: where sequences begin, and how far their queries see."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

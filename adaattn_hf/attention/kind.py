@@ -1,7 +1,5 @@
 """The kind of an attention call: what a backend is chosen by and a kernel is made for, and the key of what is kept."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -148,6 +146,10 @@ SMALL_PAIRS = 1 << 14
 
 _SMALL_PAIRS_CUDA = 1 << 17
 """The same on CUDA, which masks more of them in the time in which the host waits to look."""
+
+
+BITS = {"int8": 8, "k8v4": 4}
+"""Bits of a value's code, by the name of the format of a cache; keys have eight."""
 
 
 def format_of(value_dtype: torch.dtype) -> str:

@@ -4,8 +4,6 @@ The listeners of a thread hear every attention call of its models. Calibration a
 `record`, spans and counts note them. Nothing of a model is patched, and nothing is left over.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar

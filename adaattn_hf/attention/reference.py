@@ -5,8 +5,6 @@
 Imports no backend and materialises everything.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .call import AttentionCall, AttentionResult

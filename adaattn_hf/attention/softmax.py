@@ -1,7 +1,5 @@
 """Attention written out: weights by separate operations, for whoever needs them, or has no kernel for a call."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .kind import BITS
 from .tracing import transient
 
-BITS = {"int8": 8, "k8v4": 4}
-"""Bits of a value's code, by the name of the format; keys have eight."""
 CACHE_FORMATS = ("model", *BITS)
 """Names of all formats that a cache may have; `model` keeps numbers in the model's dtype."""
 INT8_LEVELS = 127

@@ -24,8 +24,9 @@ __all__ = ["OPERANDS", "MaskStructure", "Segment"]
 Made = TypeVar("Made")
 
 OPERANDS = (
-    "bool causal, SymInt q_offset, SymInt? window, SymInt sinks, SymInt? chunk, Tensor? offset, "
-    "Tensor? chunk_start, Tensor? key_padding, Tensor? q_segments, Tensor? k_segments, Tensor? spans, Tensor? mask"
+    "bool causal, SymInt q_offset, SymInt? window, SymInt sinks, SymInt? chunk, SymInt dropped, Tensor? offset, "
+    "Tensor? dropped_by_row, Tensor? chunk_start, Tensor? key_padding, Tensor? q_segments, Tensor? k_segments, "
+    "Tensor? spans, Tensor? mask"
 )
 """What `MaskStructure.operands` returns, in the schema of an operator."""
 
@@ -184,21 +185,22 @@ class MaskStructure:
 
     def operands(self) -> tuple[Any, ...]:
         """The rules as arguments of an operator, as in `OPERANDS`: it takes no tensor where a number may stand."""
-        on_device = isinstance(self.q_offset, Tensor)
+        (q_offset, offset), (dropped, by_row) = (
+            (0, one) if isinstance(one, Tensor) else (one, None) for one in (self.q_offset, self.dropped)
+        )
         return (
-            self.causal, 0 if on_device else self.q_offset, self.window, self.sinks, self.chunk,
-            self.q_offset if on_device else None, self.chunk_start, self.key_padding, self.q_segments,
-            self.k_segments, self.spans, self.mask,
+            self.causal, q_offset, self.window, self.sinks, self.chunk, dropped, offset, by_row, self.chunk_start,
+            self.key_padding, self.q_segments, self.k_segments, self.spans, self.mask,
         )  # fmt: skip
 
     @classmethod
     def of_operands(cls, q: Tensor, k: Tensor, *operands: Any) -> MaskStructure:
         """The structure of queries and keys `[batch, heads, length, head_dim]`, from what `operands` returned."""
-        causal, q_offset, window, sinks, chunk, offset, *tensors = operands
+        causal, q_offset, window, sinks, chunk, dropped, offset, by_row, *tensors = operands
         chunk_start, key_padding, q_segments, k_segments, spans, mask = tensors
         return cls(
             q.shape[0], q.shape[2], k.shape[2], causal, q_offset if offset is None else offset, window, sinks, chunk,
-            chunk_start, key_padding, q_segments, k_segments, spans, mask,
+            chunk_start, key_padding, q_segments, k_segments, spans, mask, dropped if by_row is None else by_row,
         )  # fmt: skip
 
     def with_changes(self, **changes: Any) -> MaskStructure:

@@ -4,8 +4,6 @@ This is the only place that names private functions of torch. Those here are of 
 for a torch without it. Functions that every small call asks are torch's own, without a Python function around them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad

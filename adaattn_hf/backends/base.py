@@ -1,7 +1,5 @@
 """What a backend is, and what backends share: refusals, what is derived on a device, calls that see no key."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a device can do, as one record that backends refuse by, and what the machine is called."""
 
-from __future__ import annotations
-
 import platform
 import re
 from dataclasses import dataclass

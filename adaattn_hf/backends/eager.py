@@ -1,7 +1,5 @@
 """Plain attention: scores, softmax and product as three operations, in at least fp32 for the softmax."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 The constants below are where one way becomes faster than another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

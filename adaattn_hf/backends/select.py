@@ -4,8 +4,6 @@
 raises with its refusals.
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import suppress
 

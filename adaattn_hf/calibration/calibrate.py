@@ -16,8 +16,6 @@ All randomness comes from one seed, so that with prices from a file the plan is 
 again differ in the last digits, which may decide between two choices of nearly equal price.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ heads of all layers, and computes each layer again; do is computed on sampled ro
 Cross terms between rows are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Pass zero runs one sequence of each length with exact attention. It gives the me
 ranks need, and the attention calls that are timed for the prices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -110,25 +108,30 @@ def observe_layers(inputs: Inputs) -> Layers:
     kv_heads, head_dims = ({of_layer.key.shape[dim] for of_layer in moments.values()} for dim in (0, 2))
     if len(kv_heads) != 1:
         raise ValueError(f"layers have {sorted(kv_heads)} key/value heads; plans serve models with one number of them")
-    exact, settings = exact_plan(inputs.arms.model, indices), inputs.settings
-    families = offered(settings.families, inputs.arms.device.type == "cuda")
-    causal, windows_alone = inputs.scoring.causal, settings.aim != "prompt"  # a step reads keys once, and rounds none
-    offers = candidates(
-        Setting(settings.lengths[-1], min(head_dims), exact.dtype, families, settings.windows, causal, windows_alone)
-    )
-    if len(offers.choices) == 1:
-        longest, more = settings.lengths[-1], [name for name in FAMILIES if name not in settings.families]
-        raise ValueError(
-            f"families is {','.join(settings.families)}, which offer no choice for {longest} tokens in {exact.dtype}: "
-            f"windows need more tokens, and lower precision means fewer bits than the model's own; give longer lengths "
-            f"(--lengths {8 * longest})" + (f", or other families ({','.join(more)})" if more else "")
-        )
+    exact = exact_plan(inputs.arms.model, indices)
+    offers = offered_choices(inputs, exact.dtype, min(head_dims))
     columns, tensors = max(choice.columns for choice in offers.choices), dict[int, LayerTensors]()
     for index in indices:
         bases = score_factors(moments[index].centred(), columns) if columns else ()
         by_head = ({head: matrix.float() for head, matrix in enumerate(basis)} for basis in bases)
         tensors[index] = LayerTensors(moments[index].key_mean.float(), *by_head)
     return Layers(exact, indices, kv_heads.pop(), windows, offers, tensors, calls)
+
+
+def offered_choices(inputs: Inputs, dtype: str, head_dim: int) -> Candidates:
+    """Returns the choices that the settings offer to heads of a size in a dtype; a ValueError if only the exact one."""
+    s, device = inputs.settings, inputs.arms.device.type
+    families, longest = offered(s.families, device == "cuda"), s.lengths[-1]
+    windows_alone = s.aim != "prompt"  # a step reads keys once, and rounds none
+    setting = Setting(longest, head_dim, dtype, families, s.windows, inputs.scoring.causal, windows_alone)
+    if len((offers := candidates(setting)).choices) == 1:
+        more = [name for name in FAMILIES if name not in s.families]
+        raise ValueError(
+            f"families is {','.join(s.families)}, which offer no choice for {longest} tokens in {dtype}: windows need "
+            "more tokens, and lower precision means fewer bits than the model's own; give longer lengths (--lengths "
+            f"{8 * longest})" + (f", or other families ({','.join(more)})" if more else "")
+        )
+    return offers
 
 
 def exact_plan(model: nn.Module, indices: Sequence[int]) -> Plan:

@@ -8,8 +8,6 @@
 The result is a frozen `Measurement`, which choosing and verifying only read.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Whole passes: how much faster they are by a plan, and how far two stock implementations lie apart."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from copy import copy

@@ -15,8 +15,6 @@ The line through both times is the price. Where a launch fills a CUDA device, a 
 of all heads, because heads of several kinds share the multiprocessors evenly. One head would leave such a device idle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

@@ -75,12 +75,8 @@ def activation(bound_layers: Programs, heads: int, length: int, causal: bool) ->
 
     `heads` counts the key/value heads of all layers, exact ones too.
     """
-    changed = dropped = 0.0
-    for bound_layer in bound_layers.values():
-        within = min(length, bound_layer.max_length) if causal else length * (length <= bound_layer.max_length)
-        for choice in bound_layer.plan.choices:
-            dropped += choice.rows_with_fewer_keys(0, within, length, causal)
-            changed += choice.changed_rows(0, within, length, causal)
+    counts = [bound_layer.changed_rows(0, length, length, causal) for bound_layer in bound_layers.values()]
+    changed, dropped = (sum(count[which] for count in counts) for which in (0, 1))
     return changed / (heads * length), dropped / (heads * length)
 
 

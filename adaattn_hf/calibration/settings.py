@@ -3,8 +3,6 @@
 A setting that is an option of `adaattn calibrate` is explained by the help of that option.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any

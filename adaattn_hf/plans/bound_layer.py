@@ -143,6 +143,17 @@ class BoundLayer:
             part = self._some[heads, all_keys] = self.with_choices(choices, heads)
         return part
 
+    def changed_rows(self, first: int, stop: int, kv_len: int, causal: bool) -> tuple[int, int]:
+        """Rows at positions from `first` to `stop` that heads do not compute exactly, and that see fewer keys.
+
+        They are counted once for each key/value head; those beyond the plan's lengths are exact.
+        """
+        if causal or kv_len > self.max_length:
+            stop = min(stop, self.max_length) if causal else first
+        span = (first, stop, kv_len, causal)
+        choices = self.plan.choices
+        return sum(one.changed_rows(*span) for one in choices), sum(one.rows_with_fewer_keys(*span) for one in choices)
+
     def speaks_for(self, structure: MaskStructure) -> tuple[bool | Tensor, bool | None]:
         """Whether sequences have few query rows (by row where they differ), and whether it speaks for all rows or none.
 

@@ -5,8 +5,6 @@ prefill and in decode. Rows beyond the calibrated length are exact, decided row 
 same batch nor a longer prompt changes what an earlier row computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.call import AttentionCall, AttentionResult, head_dim_of
+from ..attention.call import OPERANDS, AttentionCall, AttentionResult, empty_output
 from ..attention.gradients import Refusing
 from ..attention.heads import joined_heads, some_heads, some_range
 from ..attention.infer import infer_structure, numbers_alone
 from ..attention.kind import HEAD_WINDOWS, PER_HEAD
 from ..attention.runs import restricted
-from ..attention.stored import StoredKV
-from ..attention.structure import OPERANDS, MaskStructure
+from ..attention.structure import MaskStructure
 from ..attention.tracing import jit_trace
 from ..backends import select
 from ..backends.eager import attention_weights
@@ -234,17 +231,12 @@ _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
 @torch.library.custom_op(
     f"{_NAMESPACE}::planned",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sink_logits, SymInt layer, str? backend, "
-    "SymInt? own_window, float scaling, float? softcap, SymInt dropped, Tensor? dropped_by_row, Tensor? key_scale, "
-    f"Tensor? value_scale, Tensor? key_mean, Tensor? first_key, {OPERANDS}) -> Tensor",
+    schema=f"({OPERANDS}, SymInt? own_window, SymInt layer, str? backend) -> Tensor",
     **_TAGS,
 )
-def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tensor:
+def planned_op(*inputs: Any) -> Tensor:
     """Runs a layer's plan as one node of a traced graph, as it runs without a graph."""
-    bias, sink_logits, handle, backend, own_window, scaling, softcap, dropped, by_row, *rest = inputs
-    record, operands = rest[:4], rest[4:]
-    structure = MaskStructure.of_operands(query, key, *operands)
-    structure = structure.with_changes(dropped=dropped if by_row is None else by_row)
+    *operands, own_window, handle, backend = inputs
     bound_layer = BOUND_LAYERS.get(handle)
     if bound_layer is None:
         raise RuntimeError(
@@ -253,10 +245,8 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
     # a copy that was compiled before it computed once has none
     if (owner := bound_layer.owner and bound_layer.owner()) is not None:
         owner.check_graph(bound_layer)  # no hook of the model is called in a graph
-    call = AttentionCall(
-        query, key, value, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias, window=own_window,
-        stored=None if record[0] is None else StoredKV(*record),
-    )  # fmt: skip
+    call = AttentionCall.of_operands(*operands)
+    call.window = own_window
     call.check()
     call = infer_structure(call) or call
     call = replace(call, structure=call.structure.simplified())
@@ -264,10 +254,7 @@ def planned_op(query: Tensor, key: Tensor, value: Tensor, *inputs: Any) -> Tenso
         return attend(bound_layer, call, backend).out.contiguous()
 
 
-@planned_op.register_fake
-def _planned_fake(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    batch, heads, q_len, _d = query.shape
-    return query.new_empty((batch, q_len, heads, head_dim_of(value)))
+planned_op.register_fake(empty_output)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -307,10 +294,5 @@ def _traced(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -
         step = replace(call, per_head=launch.rules if structure.kv_len <= bound_layer.max_length else launch.ending)
         if (kernel := select.kernel_of(step, backend)) is not None:
             return kernel(step).out
-    record = (None,) * 4 if call.stored is None else call.stored.tensors().values()
-    out: Tensor = planned_op(
-        call.query, call.key, call.value, call.bias, call.sink_logits,
-        bound_layer.handle, backend, call.window, call.scaling, call.softcap,
-        *((0, dropped) if isinstance(dropped, Tensor) else (dropped, None)), *record, *structure.operands(),
-    )  # fmt: skip
+    out: Tensor = planned_op(*call.operands(), call.window, bound_layer.handle, backend)
     return out

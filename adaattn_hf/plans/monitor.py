@@ -9,8 +9,6 @@ than three times its 95th percentile in calibration is exact for the rest of the
 the monitor only warns, since a checkpointed backward pass must compute the same function again.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass, field
@@ -165,10 +163,6 @@ def _count(counters: LayerStatistics, bound_layer: BoundLayer, call: AttentionCa
     group, structure = batch * heads // call.key.shape[1], call.structure
     positions = structure.query_positions
     first = max(structure.kv_len - q_len, 0) if positions is None else positions[0]
-    stop = min(first + q_len, bound_layer.max_length)
-    if not structure.causal:
-        stop = first + q_len if structure.kv_len <= bound_layer.max_length else first
-    span = (first, stop, structure.kv_len, structure.causal)
-    for choice in bound_layer.plan.choices:
-        counters.fewer_keys += group * choice.rows_with_fewer_keys(*span)
-        counters.changed += group * choice.changed_rows(*span)
+    changed, fewer_keys = bound_layer.changed_rows(first, first + q_len, structure.kv_len, structure.causal)
+    counters.changed += group * changed
+    counters.fewer_keys += group * fewer_keys

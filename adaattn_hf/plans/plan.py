@@ -204,8 +204,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Returns plain JSON data, lists for tuples."""
         data = asdict(self) | {"layers": [layer.to_dict() for layer in self.layers]}
-        plain: dict[str, Any] = json.loads(json.dumps(data))
-        return plain
+        return dict(json.loads(json.dumps(data)))
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:

@@ -4,8 +4,6 @@ A number may be `Annotated` with its least and largest value, a tuple is with it
 `read_fields` when it is made, so that one made in Python is checked like one read from a file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Measures choices on a few rows of a call: the attention mass that they drop, and the change by their operands."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A plan's files, in a directory or a repository of the Hub, and the tensors of plans in memory, by their hash."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -85,8 +83,7 @@ def upload(directory: str, repo_id: str, private: bool | None, token: str | None
 
 def file_of(tensors: dict[str, Tensor]) -> bytes:
     """Returns the safetensors file of some tensors."""
-    saved: bytes = _safetensors().torch.save(tensors)
-    return saved
+    return bytes(_safetensors().torch.save(tensors))
 
 
 def _safetensors() -> Any:

@@ -1,7 +1,5 @@
 """How names, figures and choices are written for a reader: the same in terminals, pages and stored sentences."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

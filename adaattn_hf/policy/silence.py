@@ -5,8 +5,6 @@ the library behind torch's profiler. A child process with a standard output of i
 of a search would import scipy again, and a profiler watches its own process alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -7,9 +7,7 @@ Entropy says whether a head is peaked or diffuse. It measures sparsity and not r
 entropy 0 and full rank, uniform attention has the largest entropy and rank 1. Ranks come from `stats.spectrum`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -26,6 +24,8 @@ BLOCK = 64
 """Keys per block of the block density."""
 DENSITIES = (0.95, 0.99)
 """Shares of the attention mass for which the block density is computed."""
+_MAP_ROWS = 128
+"""Rows of a map that are computed at a time."""
 _CHUNK_ELEMENTS = 1 << 23  # weights of all heads at a time, 32 MiB in fp32
 
 
@@ -157,36 +157,29 @@ def decibels(signal: Tensor, noise: Tensor) -> Tensor:
     return 10.0 * torch.log10(signal / noise)
 
 
-def pooled_weights(
-    query: Tensor,
-    key: Tensor,
-    visible: Iterator[Tensor],
-    bins: tuple[int, int],
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> Tensor:
-    """Returns the attention map of one head, pooled: a pixel is the summed weight of its keys, averaged over its rows.
+def pooled_weights(call: AttentionCall, head: int, bins: tuple[int, int]) -> Tensor:
+    """Returns the attention map of a query head of the first of a batch, pooled.
 
-    Rows are recomputed a few at a time from queries `[rows, head_dim]` and keys `[kv_len, head_dim]` and pooled at
-    once, so that a map of 32k by 32k needs only the memory of a few hundred rows. `visible` yields Boolean masks `[some
-    rows, kv_len]` of the rows in order; `bins` are rows and columns of the image.
+    A pixel is the summed weight of its keys, averaged over its rows; `bins` are rows and columns of the image. Rows are
+    recomputed a few at a time and pooled at once, so that a map of 32k by 32k needs only the memory of a few hundred
+    rows.
     """
-    rows, kv_len = query.shape[0], key.shape[0]
+    structure, rows, kv_len, device = call.structure, call.structure.q_len, call.structure.kv_len, call.key.device
+    query, key = call.query[0, head], call.key[0, head // (call.query.shape[1] // call.key.shape[1])].float()
     height, width = min(bins[0], rows), min(bins[1], kv_len)
-    column = torch.arange(kv_len, device=key.device) * width // kv_len
-    image = torch.zeros(height, width, dtype=torch.float64, device=key.device)
-    count = torch.zeros(height, dtype=torch.float64, device=key.device)
-    start = 0
-    keys = key.float()
-    for seen in visible:
-        part = query[start : start + seen.shape[0]].float()
-        weights = softmax_parts(part[None, None], keys[None, None], scaling, softcap=softcap, mask=seen)[0][0, 0]
-        pooled = weights.new_zeros(len(part), width).index_add_(1, column, weights)
-        row = (torch.arange(len(part), device=key.device) + start) * height // rows
+    column = torch.arange(kv_len, device=device) * width // kv_len
+    image = torch.zeros(height, width, dtype=torch.float64, device=device)
+    count = torch.zeros(height, dtype=torch.float64, device=device)
+    for start in range(0, rows, _MAP_ROWS):
+        stop = min(start + _MAP_ROWS, rows)
+        seen = structure.visible(start, stop, device=device)
+        seen = seen[0, head if seen.shape[1] > 1 else 0]
+        part = query[start:stop].float()
+        weights = softmax_parts(part[None, None], key[None, None], call.scaling, softcap=call.softcap, mask=seen)[0]
+        pooled = weights.new_zeros(len(part), width).index_add_(1, column, weights[0, 0])
+        row = torch.arange(start, stop, device=device) * height // rows
         image.index_add_(0, row, pooled.double())
         count.index_add_(0, row, seen.any(-1).double())
-        start += len(part)
     return image / count.clamp(min=1)[:, None]
 
 

@@ -5,8 +5,6 @@ CUDA, where each finds nothing of its operands in the L2 cache. The device is ke
 so that neither time holds the other; where the host needed longer, the call is repeated after more work.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

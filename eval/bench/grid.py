@@ -1,7 +1,5 @@
 """The grids of the benchmark: `bench.yaml` beside this file, `bench_cuda.yaml` on a GPU, as records."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import resources

@@ -1,7 +1,5 @@
 """What a cell of whole models does, for one implementation: a function without arguments that does it once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arms of a cell that run in processes of their own (`arm.py`): stock, ours, and engines of another environment."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

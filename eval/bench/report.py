@@ -1,7 +1,5 @@
 """`BENCHMARKS.md` from the JSON of a run. Every figure is read from there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """All ways to do a cell's work by name: implementations of Transformers, and sdpa's kernels apart."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

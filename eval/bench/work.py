@@ -1,7 +1,5 @@
 """What an attention cell does, for one implementation: a function without arguments that does it once."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

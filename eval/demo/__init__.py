@@ -4,8 +4,6 @@ The models and the sample are data beside this file, in directories that are not
 made them, which git has at commit 6ebd7cc.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 from pathlib import Path

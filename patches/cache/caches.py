@@ -22,8 +22,7 @@ from adaattn_hf.plans.limits import unproven
 
 from ..models.families import COMPUTES_WITH_CACHE, family_of
 from ..plans.attach import plan_of
-from .formats import CACHES as CACHES
-from .formats import check_channels
+from .formats import FORMATS, check_channels
 from .groups import Spans
 from .layers import CachedLayer
 from .store import GROWTH, Room
@@ -199,8 +198,8 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
     That is an unknown format, a model of another attention implementation, an encoder-decoder, one that computes with
     its cached keys itself, or streaming heads without a plan that has windows.
     """
-    if stored not in CACHES:
-        raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(CACHES)}")
+    if stored not in FORMATS:
+        raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(FORMATS)}")
     if stored == "model" and not streaming:
         return
     config = model.config.get_text_config(decoder=True)

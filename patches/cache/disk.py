@@ -21,7 +21,7 @@ from ..models.support import refuse_no_model
 from ..plans.attach import plan_of
 from ..plans.hashes import model_hash
 from .caches import AdaAttnCache, add_layers, made_for
-from .formats import CACHES, FORMATS
+from .formats import FORMATS
 from .layers import CachedLayer
 from .streaming import spans_in
 
@@ -125,10 +125,10 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if metadata.get(_CHECKSUM) != _checksum(metadata[_KEY], tensors):
         raise PlanError(f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}")
     _keys("header", about, _FIELDS)
-    if about["stored"] not in CACHES or not isinstance(about["streaming"], bool):
+    if about["stored"] not in FORMATS or not isinstance(about["streaming"], bool):
         raise PlanError(
             f"stores {about['stored']!r:.40} with streaming {about['streaming']!r:.40}, expected one of "
-            f"{', '.join(CACHES)} and true or false; {_AGAIN}"
+            f"{', '.join(FORMATS)} and true or false; {_AGAIN}"
         )
     return about, tensors
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from adaattn_hf.attention.call import head_dim_of
-from adaattn_hf.attention.stored import BITS, CHANNELS, FULL, StoredKV, direction_of, mean_of, quantise
+from adaattn_hf.attention.kind import BITS
+from adaattn_hf.attention.stored import CHANNELS, FULL, StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends.native import storing as native
 from adaattn_hf.backends.order import TRITON
 
@@ -172,7 +173,6 @@ class Codes(Format):
 
 
 FORMATS: dict[str, Format] = {"model": Format(), **{name: Codes(bits) for name, bits in BITS.items()}}
-CACHES = tuple(FORMATS)
 """What a cache can keep: numbers in the model's dtype, or one of the quantised formats."""
 
 
@@ -230,11 +230,9 @@ class StoredTensor:
         """Shape of the tensor that this one stands for."""
         return torch.Size((*self.codes.shape[:3], head_dim_of(self.codes)))
 
-    def to(self, device: torch.device) -> StoredTensor:
+    def to(self, device: torch.device) -> Any:
         """Itself: layers that share keys ask for them at their queries' device before Transformers 5.23."""
-        if device != self.device:
-            raise TypeError(f"cache: .to({device!r}) was asked of stored keys or values; {_REMEDY}")
-        return self
+        return self if device == self.device else self.__getattr__("to")
 
     def size(self, dim: int | None = None) -> Any:
         """Like `Tensor.size`."""

@@ -5,8 +5,6 @@ Rotary embeddings are applied before keys are stored, so the order of slots does
 padding, its sinks are copied to slots `p % sinks` before the ring overwrites them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

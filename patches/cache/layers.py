@@ -4,8 +4,6 @@ What a layer of numbers hands to attention is what a layer that concatenates han
 codes hands on what stands for them (`StoredTensor`), but for a prompt, which is read unrounded.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
@@ -26,7 +24,7 @@ class CachedLayer(DynamicLayer):
     layer of numbers holds what is assigned to them from then on, as Transformers' own do.
 
     Attributes:
-        stored, format: What the tokens are kept as, one of `CACHES`, and what is kept of a token.
+        stored, format: What the tokens are kept as, one of `FORMATS`, and what is kept of a token.
         room: How much room there is for them.
         store: The tokens; None before the first ones.
         spans: What each head keeps, in layers whose heads keep different tokens.
@@ -36,7 +34,7 @@ class CachedLayer(DynamicLayer):
     spans: tuple[tuple[int, int] | None, ...] | None = None
 
     def __init__(self, stored: str, room: Room | None = None, sliding_window: int | None = None) -> None:
-        """`stored` is one of `CACHES`; without `room` it grows as tokens come."""
+        """`stored` is one of `FORMATS`; without `room` it grows as tokens come."""
         self._assigned: dict[int, Tensor] = {}
         super().__init__()  # type: ignore[no-untyped-call]
         self.stored, self.format = stored, FORMATS[stored]

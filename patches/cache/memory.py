@@ -1,7 +1,5 @@
 """Memory of a cache: bytes per token and per sequence, known before it holds a token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,7 @@ class CacheMemory:
     """Bytes of a cache.
 
     Attributes:
-        stored: What it keeps, one of `CACHES`.
+        stored: What it keeps, one of `FORMATS`.
         layers: Of each layer that keeps keys and values, or of its heads that keep as many tokens: bytes per token,
             the same in the model's dtype, and the tokens kept at most, None for all.
         per_sequence: Bytes that belong to a sequence as a whole (means, first keys and directions, in fp32).

@@ -1,7 +1,5 @@
 """A cache layer in which each head keeps only what its plan reads: a window and the first tokens, or all tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

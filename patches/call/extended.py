@@ -31,7 +31,6 @@ def attend_extended(
     call: AttentionCall,
     attention_mask: Any,
     is_causal: bool | None,
-    sliding_window: int | None,
     backend: str | None,
     streams: Any,
     kwargs: dict[str, Any],
@@ -41,8 +40,7 @@ def attend_extended(
     `call` has no structure yet; `streams` is what a cache's carriers said of heads that keep tokens of their own.
     """
     compiling, dtype = torch.compiler.is_compiling(), call.query.dtype
-    _read(module, call, attention_mask, is_causal, sliding_window, kwargs, streams is not None)
-    call.window = sliding_window
+    _read(module, call, attention_mask, is_causal, kwargs, streams is not None)
     heard_by: tuple[Listener, ...] = () if compiling else listeners()
     raw = raw_settings(getattr(module, "config", None))
     settings = EXACT if raw is None else settings_of(raw, LAYER in module.__dict__)
@@ -54,7 +52,7 @@ def attend_extended(
     if streams is not None:
         return restored(streams.attend(module, call, forced, bool(wants_weights)), dtype), None
     has_layer = LAYER in module.__dict__ or (not compiling and bool(instead()))
-    if has_layer and sliding_window is not None and isinstance(attention_mask, Tensor):
+    if has_layer and call.window is not None and isinstance(attention_mask, Tensor):
         # positions say how many tokens a cache dropped, where a dense mask does not
         call = replace(call, structure=with_dropped(call.structure, kwargs.get("position_ids")))
     out, bound_layer = ask(heard_by, module, call) if heard_by else None, None
@@ -86,13 +84,7 @@ def attend_extended(
 
 
 def _read(
-    module: nn.Module,
-    call: AttentionCall,
-    mask: Any,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    kwargs: dict[str, Any],
-    streams: bool,
+    module: nn.Module, call: AttentionCall, mask: Any, is_causal: bool | None, kwargs: dict[str, Any], streams: bool
 ) -> None:
     # gives a call its structure, and its tensors one dtype and batch
     query, key, value, bias, scaling = call.query, call.key, call.value, call.bias, call.scaling
@@ -106,10 +98,10 @@ def _read(
         (mask is None or isinstance(mask, StructuredMask))
         and bias is None
         and (scaling is None or type(scaling) is float)
-        and (sliding_window is None or mask is not None)
+        and (call.window is None or mask is not None)
         and KNOWN_KEYWORDS.issuperset(kwargs)
     ):
-        check_call(module, query, key, mask, bias, scaling, sliding_window, kwargs)
+        check_call(module, query, key, mask, bias, scaling, call.window, kwargs)
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         query, key, value = in_one_batch(query, key, value)
     structure, added = _read_mask(module, query.shape, key.shape, mask, is_causal)

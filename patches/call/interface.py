@@ -117,7 +117,8 @@ def attention_function(backend: str | None = None) -> AttentionFunction:
                 return out.contiguous(), None
         from .extended import attend_extended  # a process whose calls are ordinary needs nothing of it
 
-        return attend_extended(module, call, attention_mask, is_causal, sliding_window, forced, streams, kwargs)
+        call.window = sliding_window
+        return attend_extended(module, call, attention_mask, is_causal, forced, streams, kwargs)
 
     return adaattn
 

@@ -1,7 +1,5 @@
 """Adds to a structure what only keywords tell: documents' borders, keys that a model selects, what a cache dropped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ factories. The factories' names and the values that their closures capture say e
 A function that is composed in any other way is not guessed at; its dense mask is computed instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

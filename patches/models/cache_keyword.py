@@ -5,8 +5,6 @@ that come with their own code keep the name they were written with. Callers may 
 has the new one.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

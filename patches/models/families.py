@@ -1,7 +1,5 @@
 """What is known about model families that their configurations do not tell, one set of families per fact."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

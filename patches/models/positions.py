@@ -1,7 +1,5 @@
 """How many tokens a model can read, by its learned positions and its configurations, which are collected here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

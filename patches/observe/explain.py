@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from adaattn_hf.attention.call import AttentionCall, head_dim_of
+from adaattn_hf.attention.call import AttentionCall, empty_output
 from adaattn_hf.attention.kind import COMPILING, DROPOUT, CallKind
 from adaattn_hf.attention.listeners import Listener, listening
 from adaattn_hf.backends.select import BACKENDS, BackendRefusal, choose, order, refusals_of
@@ -239,8 +239,7 @@ class _DryRun(TorchFunctionMode):
         """Notes a call as one of the device that is asked about, and answers by an uninitialised tensor."""
         kind = call.checked_kind()._replace(device=self.device)
         self.calls.append((self.names.get(module, type(module).__name__), module, kind, call.backend))
-        batch, heads, q_len, _ = call.query.shape
-        return call.query.new_empty((batch, q_len, heads, head_dim_of(call.value)))
+        return empty_output(call.query, call.key, call.value)
 
     def run(self, phase: str, **keywords: Any) -> tuple[Any, list[Call]]:
         """Runs the copy: its output, None where it needs data, which `unknown` then says, and its calls."""

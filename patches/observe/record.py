@@ -49,25 +49,13 @@ class _Layer:
     structures: Counter[str] = field(default_factory=Counter)
 
 
-def head_map(call: AttentionCall, head: int) -> Tensor:
-    """Returns the pooled weights `[rows, columns]` of one query head of the first batch row."""
-    structure, q_len = call.structure, call.structure.q_len
-    group = head // (call.query.shape[1] // call.key.shape[1])
-
-    def masks() -> Iterator[Tensor]:
-        for start in range(0, q_len, SIZE):
-            visible = structure.visible(start, min(start + SIZE, q_len), device=call.query.device)
-            yield visible[0, head if visible.shape[1] > 1 else 0]
-
-    return pooled_weights(
-        call.query[0, head], call.key[0, group], masks(), (SIZE, SIZE), scaling=call.scaling, softcap=call.softcap
-    )
-
-
 def plan_map(call: AttentionCall, head: int, bound_layer: BoundLayer | None) -> Tensor:
-    """Returns the same for what a plan computes, None being exact; ValueError for a prompt longer than it covers."""
+    """Returns the pooled weights `[rows, columns]` of a query head, of what a plan computes, exact ones without.
+
+    ValueError for a prompt longer than it covers.
+    """
     if bound_layer is None:
-        return head_map(call, head)
+        return pooled_weights(call, head, (SIZE, SIZE))
     if rows_within(call.structure, bound_layer.max_length, call.query.device) is not True:
         raise ValueError(
             f"maps: the prompt has {call.structure.kv_len} tokens, and the plan speaks for {bound_layer.max_length}, "
@@ -75,8 +63,8 @@ def plan_map(call: AttentionCall, head: int, bound_layer: BoundLayer | None) -> 
         )
     groups = call.query.shape[1] // call.key.shape[1]
     kv_heads = [head // groups]
-    choice = bound_layer.plan.choices[kv_heads[0]]
-    return head_map(choice.defined(some_heads(call, kv_heads), kv_heads, bound_layer.tensors), head % groups)
+    planned = bound_layer.plan.choices[kv_heads[0]].defined(some_heads(call, kv_heads), kv_heads, bound_layer.tensors)
+    return pooled_weights(planned, head % groups, (SIZE, SIZE))
 
 
 class AttentionRecord:
@@ -149,7 +137,7 @@ class AttentionRecord:
                 layer.moments = moments if layer.moments is None else layer.moments + moments
         for (number, head), image in [*self.maps.items()]:
             if number == index and image is None and head < heads and phase != "decode":
-                self.maps[number, head] = exact = head_map(call, head)
+                self.maps[number, head] = exact = plan_map(call, head, None)
                 if self.bound_layers is not None:
                     self.errors[number, head] = exact - plan_map(call, head, self.bound_layers.get(index))
 

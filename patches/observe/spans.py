@@ -8,8 +8,6 @@ A listener opens the spans, so calls outside the block cost nothing more. Inside
 small calls spend more time in Python there than they do otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -139,13 +139,11 @@ def configure(model: Model, settings: AdaAttnConfig | str) -> Model:
         )
     chosen = load_preset(settings) if isinstance(settings, str) else settings
     if isinstance(settings, str):
-        plan, tensors = (
-            next((one for config in configs if (one := carried_by(config).get(key)) is not None), None)
-            for key in (CONFIG_KEY, CARRIED)
-        )
-        budget, allowed = 0.0 if plan is None else Plan.from_dict(plan).budget, allowed_by(chosen.budget)
+        held = next((one for one in map(carried_by, configs) if one.get(CONFIG_KEY) is not None), {CONFIG_KEY: None})
+        plan, allowed = held[CONFIG_KEY], allowed_by(chosen.budget)
+        budget = 0.0 if plan is None else Plan.from_dict(plan).budget
         if budget <= allowed:
-            chosen = replace(chosen, plan=plan, tensors=None if plan is None else tensors)
+            chosen = replace(chosen, plan=plan, tensors=held.get(CARRIED))
         elif allowed > 0.0:
             warn(
                 f"adaattn: the model's plan was made for a budget of {budget:g} nats/token, more than the preset "

@@ -6,8 +6,6 @@ checked at the start of each pass: weights and buffers, the order of layers, the
 plan in the configuration. They only notice that something is another; then all is checked anew, and refused in words.
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Checks that a plan belongs to a model: its versions, verdict, settings and layers, each refused in words."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a plan's verdict rests on beside weights: the settings of a model's configuration by which it computes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

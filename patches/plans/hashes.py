@@ -4,8 +4,6 @@ A tensor enters with the sums of its bits along rows and along columns. Sums of 
 that devices, numbers of threads and sizes of pieces agree, and weights are read once, where they lie.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The attention layers of a model: which modules they are, their numbers, and the model that a layer belongs to."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Which weights are a module's own: those inside the wrappers of adapters and compilers, not what wrappers add."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 

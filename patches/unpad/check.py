@@ -4,8 +4,6 @@ The configuration cannot tell everything: a model may mix tokens in ways that no
 compute that batch the same with and without padding before its own is removed.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

@@ -22,17 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from adaattn_hf.attention.tracing import tracing
 
 from ..models.cache_keyword import arguments_of, cache_keyword
-from .packing import (
-    FREE,
-    LEAST_STATES,
-    PackedLayout,
-    PackedPrefill,
-    has_cache,
-    numbering_of,
-    pack_call,
-    read_layout,
-    scored_padding,
-)
+from . import packing
 
 logger = logging.getLogger("adaattn_hf")
 
@@ -48,7 +38,7 @@ class _Frame:
     # a call of a hooked module that is under way, and the outputs that are padded already
     module: nn.Module
     owner: Unpadding
-    layout: PackedLayout | None = None
+    layout: packing.PackedLayout | None = None
     blocked: str | None = None
     padded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -61,7 +51,7 @@ class _Frame:
             if id(value) not in self.padded:
                 self.padded[id(value)] = value, layout.pad(value)
             return self.padded[id(value)][1]
-        if isinstance(value, PackedPrefill) and value.layout is layout:
+        if isinstance(value, packing.PackedPrefill) and value.layout is layout:
             return value.target
         if isinstance(value, dict):
             for name in list(value):
@@ -84,8 +74,8 @@ class Unpadding:
         config: Any = trunk.config
         self.config = config
         self._signatures = inspect.signature(type(top).forward), inspect.signature(type(trunk).forward)
-        self._numbering = numbering_of(trunk, self.config)
-        self.least = LEAST_STATES // config.get_text_config().hidden_size
+        self._numbering = packing.numbering_of(trunk, self.config)
+        self.least = packing.LEAST_STATES // config.get_text_config().hidden_size
         self._handles: list[RemovableHandle] = []
         head, pooled = type(top).__name__, getattr(trunk, "pooler", None) is not None
         ending = next((end for end in _TOKEN_WISE if head.endswith(end)), None)
@@ -94,7 +84,7 @@ class Unpadding:
         self._shifted = ending is not None and _TOKEN_WISE[ending]
         # a head that summarises says how; others of encoders read position 0, of decoders the last token
         summary = next((m.summary_type for m in top.modules() if hasattr(m, "summary_type")), "first")
-        self.pools = "last" if has_cache(self.config) else "first"
+        self.pools = "last" if packing.has_cache(self.config) else "first"
         if top is trunk or head.endswith((*_TOKEN_WISE, *_EVERY_TOKEN)):
             self.pools = ""
         if self.pools == "first" and summary != "first":
@@ -145,26 +135,26 @@ class Unpadding:
         signature = self._signatures[at_trunk]
         arguments = arguments_of(signature, args, kwargs)
         if not at_trunk:
-            blocked = scored_padding(arguments, shifted=self._shifted)
+            blocked = packing.scored_padding(arguments, shifted=self._shifted)
             keep = arguments.get("logits_to_keep")
             whole = keep is None or (isinstance(keep, int) and keep == 0)
             frame.blocked = blocked
             if blocked or not self.token_wise or not whole:
                 return None
-        layout = read_layout(arguments, self.config, self.pools, self.least)
+        layout = packing.read_layout(arguments, self.config, self.pools, self.least)
         if not isinstance(layout, str):
             layout = blocked or layout
         if isinstance(layout, str):
             if not at_trunk:
                 return None
             self.calls[layout] += 1
-            if layout not in FREE and self.calls[layout] == 1:
+            if layout not in packing.FREE and self.calls[layout] == 1:
                 logger.info("adaattn: %s runs with its padding: %s", type(self.top).__name__, layout)
             return None
         self.calls[UNPADDED] += 1
         frame.layout = layout
         shifted, cache = self._shifted and not at_trunk, cache_keyword(signature)
-        return (), pack_call(
+        return (), packing.pack_call(
             frame.module, arguments, layout, self._numbering, self.config, cache=cache, shifted_labels=shifted
         )
 

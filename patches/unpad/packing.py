@@ -3,8 +3,6 @@
 The keys of its cache are packed and padded likewise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

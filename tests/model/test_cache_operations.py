@@ -15,7 +15,8 @@ from torch import Tensor
 import adaattn_hf
 from adaattn_hf.eval.runner import forward
 from adaattn_hf.eval.timing import peak_bytes
-from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
+from adaattn_hf.patches.cache.caches import AdaAttnCache
+from adaattn_hf.patches.cache.formats import FORMATS
 from adaattn_hf.patches.models.cache_keyword import CACHE_KEYWORDS, cache_in, cache_keyword, with_cache
 from studies.cache_speed import held_bytes
 
@@ -60,7 +61,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], list[int]]] = {
 
 @pytest.mark.parametrize(("streaming", "padded"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize("stored", FORMATS)
 def test_what_follows_is_the_same(stored: str, streaming: bool, operation: str, padded: bool, tmp_path: Path) -> None:
     """Pieces of a prompt, single tokens, and rows that begin later than others."""
     model, tokens = model_for(stored), ids(3, 200)

@@ -11,7 +11,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import adaattn_hf
-from adaattn_hf.patches.cache.caches import CACHES, AdaAttnCache
+from adaattn_hf.patches.cache.caches import AdaAttnCache
+from adaattn_hf.patches.cache.formats import FORMATS
 from adaattn_hf.patches.plans import attach
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.plan import LayerPlan
@@ -62,7 +63,7 @@ def caches(model: Any, stored: str) -> tuple[Any, Any]:
     return AdaAttnCache(model, stored, streaming=True), AdaAttnCache(model, stored)
 
 
-@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("lengths", [
     (120, *[1] * 60), (20, *[1] * 40), (*[1] * 70,), (100, 90, 1, 1, 50, 3, 1), (2, 60, 1, 2, 100),
     (33, 2, 2, 2, 2, 2),
@@ -74,7 +75,7 @@ def test_decode_and_chunks_are_those_of_a_full_cache(lengths: tuple[int, ...], s
     torch.testing.assert_close(ours, theirs, atol=NEAR, rtol=0)
 
 
-@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize("stored", FORMATS)
 def test_sixteen_bits(stored: str) -> None:
     """Sums in another order: a last bit of attention's output here and there."""
     model, tokens = llama(LAYERS[:1], dtype=torch.bfloat16), ids(2, 120)
@@ -92,7 +93,7 @@ def test_the_plan_is_at_work() -> None:
     assert float((ours - run(model, tokens, AdaAttnCache(model, "model"), 80, 10)).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("lengths", [(60, *[1] * 60), (30, 40, 1, 1, 20, *[1] * 30)], ids=["prompt", "chunks"])
 def test_rows_behind_padding_keep_their_own_first_tokens(lengths: tuple[int, ...], stored: str) -> None:
     """Padding shorter than the sinks, within the window, beyond it, and longer than the first chunk."""
@@ -130,7 +131,7 @@ def test_300_tokens_are_those_over_a_full_cache(how: dict[str, Any]) -> None:
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize("stored", FORMATS)
 def test_what_is_held_is_what_explain_counts(stored: str) -> None:
     model, tokens = llama(), ids(2, 500)
     cache = AdaAttnCache(model, stored, reserve=500, streaming=True)
@@ -189,7 +190,7 @@ def test_a_plan_of_windows_and_precisions_runs_over_a_cache_of_codes(streaming: 
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["full", "streaming"])
-@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize("stored", FORMATS)
 def test_room_that_is_made_at_once_is_all_there_will_be(stored: str, streaming: bool) -> None:
     model, tokens = llama(), ids(1, 120)
     cache = AdaAttnCache(model, stored, streaming=streaming, max_cache_len=100)
@@ -314,7 +315,7 @@ def test_the_command_counts_streaming_heads(tmp_path: Path) -> None:
 
 
 # ---------------- taking tokens back
-@pytest.mark.parametrize("stored", CACHES)
+@pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("before", [(50, 20), (20,), (90, 1, 1)], ids=["passed", "whole", "long"])
 def test_tokens_are_taken_back_while_the_past_is_recorded(stored: str, before: tuple[int, ...]) -> None:
     """As assisted decoding does: guesses by one call or several, some of which stay."""

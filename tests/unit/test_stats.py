@@ -24,8 +24,8 @@ def drawn(seed: int, heads: int = 4, kv_heads: int = 2, n: int = 137, d: int = 8
     return query, *(torch.randn(kv_heads, n, d, generator=generator) for _ in range(2))
 
 
-def call_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionCall:
-    structure = MaskStructure(1, query.shape[1], key.shape[1])
+def call_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool = False) -> AttentionCall:
+    structure = MaskStructure(1, query.shape[1], key.shape[1], causal)
     return AttentionCall(query[None], key[None], value[None], structure, 0.3)
 
 
@@ -131,10 +131,10 @@ def test_learned_sinks_take_their_share() -> None:
 
 
 def test_a_pooled_map_is_the_mean_of_its_pixels() -> None:
-    query, key, _ = drawn(5, heads=1, kv_heads=1, n=96)
-    visible = causal_visible(torch.arange(96), 96)
-    image = profile.pooled_weights(query[0], key[0], iter(visible.split(7)), (8, 12), scaling=0.3)
-    by_hand = weights_of(query, key, 0.3, visible)[0].double().view(8, 12, 12, 8).sum(-1).mean(1)
+    query, key, _ = drawn(5, heads=1, kv_heads=1, n=480)
+    visible = causal_visible(torch.arange(480), 480)
+    image = profile.pooled_weights(call_of(query, key, key, causal=True), 0, (8, 12))
+    by_hand = weights_of(query, key, 0.3, visible)[0].double().view(8, 60, 12, 40).sum(-1).mean(1)
     torch.testing.assert_close(image, by_hand, rtol=1e-5, atol=1e-7)
 
 

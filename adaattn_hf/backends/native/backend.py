@@ -1,7 +1,5 @@
 """The native kernels as a backend: what they serve, and which of their entrances a kind of call takes."""
 
-from __future__ import annotations
-
 import torch
 
 from ...attention.kind import (

@@ -1,7 +1,5 @@
 """Launches of the native kernels: what a kind of call decides is packed once, addresses and lengths at each call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Opens the compiled C++ library at the first call that needs it, and says in words why there is none."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -4,34 +4,27 @@ Registered when the package is imported, never while a graph is traced, and from
 opens when one of them first runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...attention.call import AttentionCall, AttentionResult
-from ...attention.structure import OPERANDS, MaskStructure
+from ...attention.call import OPERANDS, AttentionCall, AttentionResult, empty_output
 from ..base import zero_output
 
 # Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
 _NAMESPACE = __name__.partition(".")[0]
-_INPUTS = f"Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink_logits, float scaling, float? softcap, {OPERANDS}"
 
 
 def _call(inputs: Sequence[Any]) -> AttentionCall:
-    q, k, v, bias, sink_logits, scaling, softcap, *operands = inputs
-    structure = MaskStructure.of_operands(q, k, *operands)
-    call = AttentionCall(
-        q, k, v, structure, scaling, softcap=softcap, sink_logits=sink_logits, bias=bias, need_lse=True
-    )
+    call = AttentionCall.of_operands(*inputs)
+    call.need_lse = True
     call.check()
     return call
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+@torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({OPERANDS}) -> (Tensor, Tensor)")
 def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in a traced graph."""
     from .launch import computed
@@ -43,15 +36,14 @@ def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 @attend_op.register_fake
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, q_len, _d = q.shape
-    return q.new_empty((batch, q_len, heads, v.shape[3])), q.new_empty((batch, heads, q_len), dtype=torch.float32)
+def _attend_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+    return empty_output(*inputs), inputs[0].new_empty(inputs[0].shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(
     f"{_NAMESPACE}::native_attend_backward",
     mutates_args=(),
-    schema=f"(bool need_bias, Tensor grad, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(bool need_bias, Tensor grad, Tensor out, Tensor lse, {OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def backward_op(
     need_bias: bool, grad: Tensor, out: Tensor, lse: Tensor, *inputs: Any
@@ -74,7 +66,7 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
-_TENSORS, _STRUCTURE = 5, 7  # leading and trailing tensors of the operator
+_TENSORS, _STRUCTURE = 5, 8  # leading and trailing tensors of the operator
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -100,5 +92,4 @@ attend_op.register_autograd(_gradients, setup_context=_save)
 
 def traced(call: AttentionCall) -> AttentionResult:
     """The call as one operator, for a graph that is being traced."""
-    tensors, operands = (call.query, call.key, call.value, call.bias, call.sink_logits), call.structure.operands()
-    return AttentionResult(*attend_op(*tensors, call.scaling, call.softcap, *operands))
+    return AttentionResult(*attend_op(*call.operands()))

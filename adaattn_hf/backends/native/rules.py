@@ -5,8 +5,6 @@ The kernels read raw memory, so nothing may reach them unchecked. That queries, 
 come to `readable`, to be put right or refused in words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal

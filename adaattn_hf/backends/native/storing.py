@@ -1,7 +1,5 @@
 """Rounds tokens on their way into a cache in the memory of a CPU, in one call of the library."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

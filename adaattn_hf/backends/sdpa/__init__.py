@@ -1,7 +1,5 @@
 """Attention through torch's own fused kernels, called as the structure of a call suggests."""
 
-from __future__ import annotations
-
 from ...attention.kind import BIAS, COMPILING, DROPOUT, GRAD, OPAQUE, SINKS, SOFTCAP, CallKind
 from ..base import Backend, Kernel, PerHead, Supports
 

@@ -1,7 +1,5 @@
 """Which calls of torch's operator say what a structure says: a plain one, runs of a packed row, a masked one, bands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Calls of torch's attention operator, and what its kernels ask for on each device."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ microseconds whatever it computes, torch's flash and memory-efficient kernels wa
 a call.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

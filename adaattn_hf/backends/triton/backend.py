@@ -1,7 +1,5 @@
 """The Triton kernels as a backend: what they serve, and which of the two runs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig
@@ -12,6 +10,7 @@ import torch
 
 from ...attention.call import AttentionResult
 from ...attention.kind import (
+    BITS,
     COMPILING,
     GRAD,
     HEAD_BF16,
@@ -116,7 +115,6 @@ class TritonBackend(Backend):
             from .forward import attend_forward
 
             return partial(attend_forward, kind=kind)
-        from ...attention.stored import BITS
         from .step import attend_step, constants_of
 
         bits = 0 if kind.stored is None else BITS[kind.stored]

@@ -1,7 +1,5 @@
 """What launches of kernels share: facts of devices, descriptors of tensors, and a launch without Triton's look."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -3,12 +3,9 @@
 Nothing here imports Triton: the backend asks for tiles before it is known to be there.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
-from ...attention.kind import SOFTCAP, CallKind
-from ...attention.stored import BITS
+from ...attention.kind import BITS, SOFTCAP, CallKind
 
 LEAST_SM = (8, 0)
 """The compute capability from which on Triton multiplies on matrix units."""
