@@ -100,9 +100,9 @@ def _by_rows(
         counting = [choice.label for choice, _ in bound_layer.heads_by_choice if choice.keys is not None]
         if inferred is None and counting:
             raise ValueError(
-                "attention_mask: got a dense one that is neither causal, padded, windowed nor made of documents, and "
-                f"the plan of layer {bound_layer.plan.layer} ({', '.join(counting)}) counts keys from a sequence's "
-                "first; pass a mask [batch, kv_len], or remove the plan with adaattn_hf.remove_plan(model)"
+                "attention_mask: got one (yours, or the model's for images) that is not causal, padded, windowed or of "
+                f"documents, and the plan of layer {bound_layer.plan.layer} ({', '.join(counting)}) counts keys from a "
+                "sequence's first; pass a mask [batch, kv_len] and no image, or call adaattn_hf.remove_plan(model)"
             )
         call = inferred or call
     structure, limit, rows = call.structure, bound_layer.max_length, call.query.shape[2]

@@ -38,8 +38,8 @@ def spans_of(model: PreTrainedModel, plan: Plan | None = None) -> dict[int, Span
     if not spans:
         raise ValueError(
             f"streaming: got True for {type(model).__name__} {'without a plan' if plan is None else 'and its plan'}, "
-            "expected a plan with windows (adaattn calibrate MODEL --families window); heads without a window keep "
-            "everything, so leave streaming out"
+            f"expected one with windows of at least {SMOOTHED} tokens (adaattn calibrate MODEL --families window); "
+            "other heads keep everything, so leave streaming out"
         )
     return spans
 
@@ -211,7 +211,7 @@ class StreamingLayer(CachedLayer):
                 raise RuntimeError(
                     f"crop: heads of this layer keep {group.span[1]} first tokens and the last {group.span[0]} of "
                     f"{self.cumulative_length}, what they would read after it is gone; call activate_past_recording() "
-                    "before the tokens that may have to be taken back, or use a cache with streaming=False"
+                    "before them (`generate` does so of an AdaAttnCache that you pass), or use streaming=False"
                 )
         for group in self.groups:
             group.crop(count)

@@ -26,7 +26,7 @@ from adaattn_hf.plans.store import CARRIED, CONFIG_KEY
 
 from ..models.positions import configs_of
 from .check import bound_layer_for, configs_for, refuse_autocast, refuse_beyond_budget, refuse_other_weights
-from .configured import refuse_other_configuration, refuse_other_settings
+from .configured import computes_by, refuse_other_settings
 from .hashes import base_of
 from .layers import attention_modules, running_model
 from .parts import parts
@@ -189,7 +189,7 @@ class BoundPlan:
         if self.snapshot is None or not self.snapshot.covers(now):
             refuse_other_weights(self.plan, trunk, modules)
         for module in modules.values():
-            refuse_other_configuration(self.plan, module.config)
+            refuse_other_settings(self.plan.configuration, computes_by(module.config))
         facts = facts_of(trunk)
         refuse_other_settings(self.facts, facts)
         self.facts = {**facts, **self.facts}

@@ -291,7 +291,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "Caches": (
         ("ask for streaming heads without a plan of windows",
          lambda: adaattn_hf.AdaAttnCache(fresh_pair("llama")[1], "int8", streaming=True),
-         "streaming | without a plan | expected a plan with windows | leave streaming out"),
+         "streaming | without a plan | expected one with windows of at least 16 tokens | leave streaming out"),
         ("use a quantised cache with a model that computes with its cached keys",
          lambda: adaattn_hf.AdaAttnCache(models("doge", {}, tf.AutoModelForCausalLM).ours, "int8"),
          "cache | got 'int8' for DogeForCausalLM | expected a model that does not | cache=\"model\""),

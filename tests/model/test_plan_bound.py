@@ -102,9 +102,8 @@ def test_a_model_with_other_settings_is_refused_by_name(changes: dict[str, Any],
     planned().save_pretrained(tmp_path)
     loaded = tf.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="adaattn", **changes)
     name = next(iter(changes))
-    with pytest.raises(
-        PlanError, match=f"{name}: the plan was verified for a model with .*, this one has .*calibrate again"
-    ):
+    says = f"{name}: the plan was verified for a model with .*, this one has .*calibrate again"
+    with pytest.raises(PlanError, match=says):
         adaattn_hf.load_plan(loaded)
 
 

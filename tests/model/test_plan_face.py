@@ -73,8 +73,10 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
         adaattn_hf.load_plan(planned_pair()[1], book)
 
 
-def test_a_plan_of_another_kind_of_model_names_both() -> None:
-    _, _, plan = planned_pair()
+def test_a_plan_of_another_kind_of_model_names_both_and_an_early_exit_names_the_layers() -> None:
+    _, ours, plan = planned_pair()
+    with pytest.raises(PlanError, match=r"num_hidden_layers: .* with 2, this one has 1; .* of assistant_early_exit"):
+        ours.generate(tokens(1), max_new_tokens=2, do_sample=False, assistant_early_exit=1)
     with pytest.raises(PlanError, match=r"a plan of llama; \S+ is another model \(model type llama there, gpt2 here\)"):
         load_plan(fresh_pair("gpt2").ours, plan)
 
@@ -83,10 +85,8 @@ def test_what_is_watched_is_counted() -> None:
     _, ours, _ = planned_pair()
     with torch.no_grad(), adaattn_hf.monitoring(ours):
         ours(input_ids=tokens())
-    counted = adaattn_hf.statistics(ours)
-    assert [entry["activation"] for entry in counted if entry.get("layer") == 1] == [
-        pytest.approx(9 / 11)
-    ]  # all rows but the first two
+    shares = [entry["activation"] for entry in adaattn_hf.statistics(ours) if entry.get("layer") == 1]
+    assert shares == [pytest.approx(9 / 11)]  # all rows but the first two
 
 
 def test_a_model_without_a_plan_has_none_to_load() -> None:
