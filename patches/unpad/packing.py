@@ -154,9 +154,8 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
         return "it scales queries by columns of the row, from floor_scale on"
     if getattr(config, "token_dropout", False) and ids is not None and bool((ids == config.mask_token_id).any()):
         return "it scales a row by its share of masked tokens, which one packed row has not"
-    windows = ("sliding_window", "attention_chunk_size", "local_attention")
-    if not layout.contiguous and any(getattr(config, name, None) for name in windows):
-        return "padding between real tokens, where a window counts columns"
+    if not layout.contiguous:  # which windows of layers and of plans count
+        return "padding between real tokens"
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             continue

@@ -107,11 +107,9 @@ def test_hidden_states_and_logits_are_those_of_the_stock_model(name: str, side: 
     for left, right in zip(expected.hidden_states, actual.hidden_states, strict=True):
         assert_same(left, right, mask)
     calls = adaattn_hf.unpad_calls(ours)
-    windowed = side == "holes" and any(w in name for w in ("window", "hybrid", "softcap", "sinks", "chunk", "local"))
-    pooled = side == "left" and getattr(ours, "pooler", None) is not None
-    if windowed or pooled:
+    if side == "holes" or (side == "left" and getattr(ours, "pooler", None) is not None):
         assert UNPADDED not in calls
-        assert sum(calls.values()) == 1
+        assert sum(calls.values()) == (name != "opt")  # whose head calls the decoder, not its base model, which counts
     else:
         assert calls == {UNPADDED: 1}
         assert main_output(actual)[mask == 0].abs().max() == 0

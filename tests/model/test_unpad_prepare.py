@@ -16,9 +16,11 @@ from torch import Tensor, nn
 import adaattn_hf
 from adaattn_hf.patches.cache.layers import CachedLayer
 from adaattn_hf.patches.unpad import hooks, packing
+from adaattn_hf.plans.choices import Choice, Window
 
 from ..support.families import LISTED, configured, models
 from ..support.models import BATCH, HIDDEN, VOCABULARY, assert_same, build, config_of, fresh_pair, padding, tokens
+from ..support.plans import plan_for
 from .test_training import arguments, examples
 from .test_unpad import UNPADDED
 
@@ -37,7 +39,7 @@ def test_where_the_host_decides_a_batch_keeps_its_padding(monkeypatch: pytest.Mo
     assert_same(expected[0], found[0], mask)
     (reason,) = adaattn_hf.unpad_calls(ours)
     assert "takes a GPU no longer than its host" in reason
-    monkeypatch.setattr(hooks, "LEAST_STATES", HIDDEN)
+    monkeypatch.setattr(packing, "LEAST_STATES", HIDDEN)
     _, larger = fresh_pair("bert")
     adaattn_hf.prepare(larger)
     larger(input_ids=tokens(), attention_mask=mask)
@@ -234,6 +236,14 @@ def test_rows_are_not_packed_for_an_implementation_set_later(name: str) -> None:
         ours.set_attn_implementation("adaattn_sdpa")
         assert_same(stock(**given)[0], ours(**given)[0], given["attention_mask"])
     assert adaattn_hf.unpad_calls(ours) == {reason: 1, UNPADDED: 1}
+
+
+def test_windows_of_a_plan_count_columns_between_tokens() -> None:
+    ours, given = fresh_pair("llama").ours, {"input_ids": tokens(), "attention_mask": padding("holes")}
+    adaattn_hf.load_plan(ours, plan_for(ours, Choice.of(Window(3)), lengths=(tokens().shape[1],)), unverified=True)
+    with torch.no_grad():
+        right = ours(**given)[0]
+        assert_same(right, adaattn_hf.prepare(ours)(**given)[0], given["attention_mask"])
 
 
 def test_threads_do_not_see_one_another() -> None:
