@@ -1,6 +1,7 @@
 """`BENCHMARKS.md` from the JSON of a run. Every figure is read from there."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import permutations
 from typing import Any
 
 from ..pages import harmless
@@ -33,6 +34,7 @@ def markdown(report: Mapping[str, Any], source: str) -> str:
     where = f"{'beside other programs ' * bool(raced)}on {made['device'] if made['driver'] else processor(made)}"
     lines = [_HEAD.format(where=where, source=harmless(source), machine=machine)]
     lines += [line for cell in raced for line in _race(cell)]
+    lines += _answers(raced)
     for level, title in (("attention", "Attention"), ("model", "Whole models")):
         cells = [cell for cell in report["cells"] if cell["level"] == level and cell not in raced]
         if cells:
@@ -92,6 +94,24 @@ def _race(cell: Mapping[str, Any]) -> list[str]:
         wall = spread(*(1e3 * seconds for seconds in times["wall"].values()))
         lines.append(f"| {shown} | {wall} | {spread(*over)} | {cell['error'][name]:.2g} | {peak:.0f} | {settings} |")
     return [*lines, ""]
+
+
+def _answers(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Up to which answers ours ends first, beside each arm that reads a model's prompt slower and steps faster."""
+    lines = []
+    for prompt, step in permutations(cells, 2):
+        read, token = prompt["shape"], step["shape"]
+        if not token["cached"] or read != {**token, "q_len": token["kv_len"]}:
+            continue
+        median = {name: [cell["times"][name]["wall"]["median"] for cell in (prompt, step)] for name in step["times"]}
+        reads, writes = median.pop("adaattn")
+        lines += [
+            f"* {name}: {(other - reads) / (writes - steps):,.0f} tokens behind {token['kv_len']:,}"
+            for name, (other, steps) in median.items()
+            if other > reads and steps < writes
+        ]
+    told = "Longest answers, by medians of prompt and step, that `adaattn` ends before what steps faster:"
+    return ["## Whole answers", "", told, "", *lines, ""] if lines else []
 
 
 def _ratio(entry: Mapping[str, Any] | None, clock: str) -> str:

@@ -344,6 +344,16 @@ def test_slower_cells_are_listed_with_the_reason(tmp_path: Path) -> None:
         assert ("Because of it." in page) == listed
 
 
+def test_an_answer_ends_first_as_long_as_quicker_steps_have_not_made_up_for_the_prompt() -> None:
+    report = json.loads((ROOT / "docs" / "results" / "rivals_avx512_bf16.json").read_text("utf-8"))
+    prompt, step = report["cells"] = [cell for cell in report["cells"] if "SmolLM2" in cell["title"]]
+    for name, read, token in (("adaattn", 1.0, 0.2), ("llama.cpp", 3.0, 0.1), ("llama.cpp:plain", 0.9, 0.1)):
+        prompt["times"][name]["wall"]["median"], step["times"][name]["wall"]["median"] = read, token
+    page = markdown(report, "out.json")
+    assert "* llama.cpp: 20 tokens behind 2,048\n" in page
+    assert "* llama.cpp:plain" not in page
+
+
 def test_samples_alternate_and_those_of_what_is_no_rival_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, int]] = []
     seconds = {"ours": 1e-3, "near": 9e-3, "far": 11e-3}
