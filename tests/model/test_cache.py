@@ -216,19 +216,16 @@ def test_offloading_moves_the_tokens_off_the_device() -> None:
         assert torch.equal(layer.keys, keys)
 
 
-def test_a_crop_by_a_positive_number_is_refused() -> None:
+def test_a_crop_by_a_positive_number_or_beyond_what_a_sliding_layer_kept_is_refused() -> None:
     for cache in (GrowingCache(), GrowingCache(config=sliding_config())):
         cache.update(*tokens(1, 3), 0)
         with pytest.raises(ValueError, match="tokens_to_remove: got 2"):
             cache.crop(2)
-
-
-def test_a_sliding_layer_cannot_give_back_what_it_dropped() -> None:
-    cache = GrowingCache(config=sliding_config())
+    sliding = GrowingCache(config=sliding_config())
     for layer in range(2):
-        cache.update(*tokens(1, WINDOW + 1), layer)
+        sliding.update(*tokens(1, WINDOW + 1), layer)
     with pytest.raises(RuntimeError, match="activate_past_recording"):
-        cache.crop(-1)
+        sliding.crop(-1)
 
 
 @torch.no_grad()

@@ -63,34 +63,13 @@ def numbers(kept: Any) -> list[Tensor]:
     return found
 
 
-def reordered(cache: Any) -> None:
-    cache.reorder_cache(torch.tensor([1, 1]))
-
-
-def selected(cache: Any) -> None:
-    cache.batch_select_indices(torch.tensor([1, 0]))
-
-
-def cropped(cache: Any) -> None:
-    cache.crop(-4)
-
-
-def repeated(cache: Any) -> None:
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([3, 0]))
-
-
-def cropped_twice(cache: Any) -> None:
-    cache.crop(-1)
-    cache.crop(-3)
-
-
-def emptied(cache: Any) -> None:
-    cache.reset()
-
-
-CHANGES: dict[str, Callable[[Any], None]] = {
-    f.__name__: f for f in (cropped, cropped_twice, reordered, selected, repeated, emptied)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "cropped": lambda cache: cache.crop(-4),
+    "cropped_twice": lambda cache: (cache.crop(-1), cache.crop(-3)),
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+    "selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+    "repeated": lambda cache: (cache.batch_repeat_interleave(2), cache.batch_select_indices(torch.tensor([3, 0]))),
+    "emptied": lambda cache: cache.reset(),
 }
 
 

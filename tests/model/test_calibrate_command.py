@@ -485,15 +485,6 @@ def test_another_error_of_the_runtime_stays_what_it_is(model: Path, run: Run, mo
     assert isinstance(run(model, "--budget", "1%", code=1).exception, RuntimeError)
 
 
-@pytest.mark.parametrize(("dtype", "families"), [("float32", "window"), ("bfloat16", "bf16")])
-def test_families_without_a_choice_are_refused_before_anything_is_measured(
-    model: Path, run: Run, dtype: str, families: str
-) -> None:
-    words = ["--lengths", "128", "--families", families, "--dtype", dtype]
-    done = run(model, *words, code=2, says="which offer no choice for 128 tokens in")
-    assert "risk" not in done.stdout
-
-
 def test_the_checkpoint_keeps_the_dtype_that_it_states(model: Path, run: Run) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -528,6 +519,8 @@ def test_a_budget_that_cannot_be_met_has_a_code_a_sentence_and_a_report_of_json(
     (("--data", "nowhere.txt"), "nowhere.txt does not exist"), (("--lengths", "9" * 5000), "9, expected numbers"),
     (("--dtype", "float33"), "Invalid value for '--dtype'"),
     (("--families", "windows"), "Did you mean 'window'"), (("--families", ","), "expected some of window,"),
+    (("--lengths", "128", "--families", "window", "--dtype", "float32"), "offer no choice for 128 tokens in"),
+    (("--lengths", "128", "--families", "bf16", "--dtype", "bfloat16"), "offer no choice for 128 tokens in"),
     (("--threads", "0"), "threads is 0, expected from 1 to"),
     (("--aim", "speed"), "Invalid value for '--aim'"),
     (("--aim", "step"), "families is bf16, expected window among them"),
@@ -539,8 +532,10 @@ def test_a_budget_that_cannot_be_met_has_a_code_a_sentence_and_a_report_of_json(
     (("--budget", "1%", "--budget", "0.1%"), "in_place: got 2 budgets, expected one"),
     (("--budget", "1%", "--budget", "1.0%"), "expected each once; leave the second 1.0% out"),
 ])  # fmt: skip
-def test_wrong_arguments_end_with_code_2(model: Path, run: Run, more: tuple[str, ...], words: str) -> None:
-    run(model, *more, code=2, says=words)
+def test_wrong_arguments_end_with_code_2_before_anything_is_measured(
+    model: Path, run: Run, more: tuple[str, ...], words: str
+) -> None:
+    assert "risk" not in run(model, *more, code=2, says=words).stdout
 
 
 def test_a_polite_kill_keeps_what_is_finished_and_resume_gives_the_same_plan(

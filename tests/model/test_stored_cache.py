@@ -220,8 +220,13 @@ def test_prepare_gives_generate_and_pipelines_the_cache(stored: str) -> None:
 
 # ---------------- refusals
 def test_what_cannot_be_served_is_refused_by_name() -> None:
+    model = llama()
+    with pytest.raises(TypeError, match=r"model: got LlamaConfig, expected the loaded Transformers model"):
+        AdaAttnCache(model.config)
+    with pytest.raises(RuntimeError, match="have no gradient"):
+        model(ids(1, 4), past_key_values=AdaAttnCache(model))
     with pytest.raises(ValueError, match=r"cache: got 'int4', expected one of model, int8, k8v4"):
-        AdaAttnCache(llama(), "int4")
+        AdaAttnCache(model, "int4")
     with pytest.raises(ValueError, match="attn_implementation='sdpa', which cannot read codes"):
         AdaAttnCache(llama("sdpa"))
     with pytest.raises(ValueError, match="encoder-decoder"):
@@ -244,23 +249,12 @@ def test_what_a_cache_cannot_have_is_refused_before_a_token_comes(room: dict[str
         AdaAttnCache(llama(), **room)
 
 
-def test_a_cache_is_made_for_a_model_and_not_for_its_configuration() -> None:
-    with pytest.raises(TypeError, match=r"model: got LlamaConfig, expected the loaded Transformers model"):
-        AdaAttnCache(llama().config)
-
-
 def test_small_heads_are_refused_four_bits() -> None:
     with pytest.raises(ValueError, match="groups of 32 channels, this model's values have 8"):
         AdaAttnCache(fresh_pair("llama").ours, "k8v4")
     layer, head = CachedLayer("k8v4"), torch.zeros(1, 2, 3, 8)
     with pytest.raises(ValueError, match="groups of 32 channels"):
         layer.update(head, head)
-
-
-def test_training_over_a_stored_cache_is_refused() -> None:
-    model = llama()
-    with pytest.raises(RuntimeError, match="have no gradient"):
-        model(ids(1, 4), past_key_values=AdaAttnCache(model))
 
 
 def test_whoever_computes_with_the_codes_is_told_what_to_do() -> None:

@@ -18,12 +18,8 @@ def calibrate(model: Any, *given: Any, prices: PriceTable | None = None, **more:
 
 
 def open_inputs(model: Any, *given: Any, **more: Any) -> Inputs:
-    return inputs.open_inputs(model, *given, run=_run(more), **more)
-
-
-def _run(more: dict[str, Any]) -> Run:
-    """The keywords that are a run's own, taken out of others."""
-    return Run(**{one.name: more.pop(one.name) for one in fields(Run) if one.name in more})
+    run = Run(**{one.name: more.pop(one.name) for one in fields(Run) if one.name in more})
+    return inputs.open_inputs(model, *given, run=run, **more)
 
 
 def save_plan(model: Any, result: Calibration, directory: Path) -> None:

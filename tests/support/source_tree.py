@@ -43,10 +43,6 @@ def parsed(text: str) -> ast.Module:
 
 
 @cache
-def _imports_of(text: str, base: tuple[str, ...]) -> tuple[Import, ...]:
-    return tuple(_imports(parsed(text), base))
-
-
 def read_modules(root: Path = ROOT, mapped: Mapping[str, str] = MAPPED) -> dict[str, Module]:
     found: dict[str, Module] = {}
     for directory, package in mapped.items():
@@ -55,7 +51,7 @@ def read_modules(root: Path = ROOT, mapped: Mapping[str, str] = MAPPED) -> dict[
             is_package = parts[-1] == "__init__"
             name = ".".join(parts[:-1] if is_package else parts)
             base = parts[:-1]
-            found[name] = Module(name, path, _imports_of(path.read_text(encoding="utf-8"), base))
+            found[name] = Module(name, path, tuple(_imports(parsed(path.read_text(encoding="utf-8")), base)))
     return found
 
 

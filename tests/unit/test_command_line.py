@@ -311,7 +311,7 @@ def test_doctor_tells_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("untimed")
 def test_doctor_names_the_remedy_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "torch" else "9999")
+    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "torch" else "9999")
     monkeypatch.setattr(doctor, "library", lambda: None)
     monkeypatch.setattr(doctor, "missing", lambda: ("not built",))
     monkeypatch.setattr(doctor, "compiler", lambda: None)

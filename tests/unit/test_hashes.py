@@ -210,6 +210,17 @@ def moved_over_a_border(module: Any) -> None:
     k_proj.update(first=moved, **kept)
 
 
+def quantised() -> Any:
+    """Layers that keep codes in buffers, beside one that passes set by their length."""
+    made = module()
+    for part in (made.q_proj, made.k_proj):
+        del part.weight
+        part.register_buffer("codes", torch.ones(4, 4, dtype=torch.int8))
+        part.register_buffer("passing", torch.ones(1), persistent=False)
+        part.rope_type = "dynamic"
+    return made
+
+
 CHANGES_OF_PARTS: dict[str, Callable[[Any], Any]] = {
     "in place": lambda m: m.k_proj.weight.detach().mul_(2.0),
     "other memory": lambda m: setattr(m.k_proj.weight, "data", m.k_proj.weight.data.clone()),
@@ -222,13 +233,19 @@ CHANGES_OF_PARTS: dict[str, Callable[[Any], Any]] = {
     "one less child": lambda m: delattr(m, "k_proj"),
     "exchanged": exchanged,
     "moved over a border": moved_over_a_border,
+    "codes in place": lambda m: m.k_proj.codes.add_(1),
+    "other codes": lambda m: setattr(m.k_proj, "codes", m.k_proj.codes.clone()),
+    "codes elsewhere": lambda m: setattr(m.k_proj.codes, "data", m.k_proj.codes.data.clone()),
+    "no codes": lambda m: setattr(m.k_proj, "codes", None),
+    "codes deleted": lambda m: delattr(m.k_proj, "codes"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_PARTS)
 def test_a_change_is_noticed(change: str) -> None:
-    changed = module()
+    changed = quantised() if "codes" in change else module()
     weights = Snapshot(changed)
+    changed.k_proj.passing = torch.zeros(1)
     assert weights.same()
     CHANGES_OF_PARTS[change](changed)
     assert not weights.same()
@@ -239,36 +256,6 @@ def test_a_pass_changes_nothing() -> None:
     weights = Snapshot(used)
     used.q_proj(torch.ones(4)).sum().backward()
     assert weights.same()
-
-
-def quantised() -> Any:
-    """Layers that keep codes in buffers, beside one that passes set by their length."""
-    made = module()
-    for part in (made.q_proj, made.k_proj):
-        del part.weight
-        part.register_buffer("codes", torch.ones(4, 4, dtype=torch.int8))
-        part.register_buffer("passing", torch.ones(1), persistent=False)
-        part.rope_type = "dynamic"
-    return made
-
-
-CHANGES_OF_CODES: dict[str, Callable[[Any], Any]] = {
-    "in place": lambda part: part.codes.add_(1),
-    "others": lambda part: setattr(part, "codes", part.codes.clone()),
-    "elsewhere": lambda part: setattr(part.codes, "data", part.codes.data.clone()),
-    "none": lambda part: setattr(part, "codes", None),
-    "deleted": lambda part: delattr(part, "codes"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES_OF_CODES)
-def test_a_change_of_a_buffer_is_noticed(change: str) -> None:
-    changed = quantised()
-    weights = Snapshot(changed)
-    changed.k_proj.passing = torch.zeros(1)
-    assert weights.same()
-    CHANGES_OF_CODES[change](changed.k_proj)
-    assert not weights.same()
 
 
 def test_what_an_adapter_trains_is_no_change_and_what_it_wraps_is() -> None:

@@ -85,17 +85,20 @@ def test_heavy_calls_are_dealt_out(
     assert arguments[3].block_shape == [1, 1, *expected]
 
 
-@pytest.mark.parametrize(
-    ("windows", "many", "kernel"),
-    [((100, 0), 16, "forward"), ((0, 200), 16, "specialised"), ((100, 0), 0.01, "specialised")],
-)
-def test_windows_of_64_channels_must_leave_enough_keys(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, windows: tuple[int, int], many: float, kernel: str
-) -> None:
-    """A quarter of them is enough where each program computes many items."""
-    monkeypatch.setattr(tiling, "_MANY_TURNS", many)
-    monkeypatch.setattr(tiling, "_LEAST_OF_WINDOWS", 200)  # without windows queries see 256 on average
-    rules = HeadRules(windows, (0, 0), ("model",) * 2)
+@pytest.mark.parametrize(("windows", "limits", "kernel"), [
+    ((100, 0), {"_LEAST_OF_WINDOWS": 200, "_MANY_TURNS": 16}, "forward"),
+    ((0, 200), {"_LEAST_OF_WINDOWS": 200, "_MANY_TURNS": 16}, "specialised"),
+    ((100, 0), {"_LEAST_OF_WINDOWS": 200, "_MANY_TURNS": 0.01}, "specialised"),
+    (None, {"_LEAST_OF_ROWS": 256}, "specialised"), (None, {"_LEAST_OF_ROWS": 257}, "forward"),
+])  # fmt: skip
+def test_heads_of_64_channels_must_read_enough_keys(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int, int] | None, limits: dict[str, float], kernel: str,
+) -> None:  # fmt: skip
+    """Without windows queries see 256.5 on average; a quarter is enough where each program computes many items."""
+    for name, value in limits.items():
+        monkeypatch.setattr(tiling, name, value)
+    rules = None if windows is None else HeadRules(windows, (0, 0), ("model",) * 2)
     attend(drawn(causal(), 64, per_head=rules))
     assert [name for name, *_ in launched] == [kernel]
 
@@ -155,15 +158,6 @@ def test_others_go_to_the_kernel_of_one_task(launched: Launched) -> None:
     for call in others:
         attend(call)
     assert [name for name, *_ in launched] == ["forward"] * len(others)
-
-
-@pytest.mark.parametrize(("least", "kernel"), [(256, "specialised"), (257, "forward")])
-def test_rows_of_one_narrow_head_must_read_enough_keys(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, least: int, kernel: str
-) -> None:
-    monkeypatch.setattr(tiling, "_LEAST_OF_ROWS", least)  # queries see 256.5 keys on average
-    attend(drawn(causal(), 64))
-    assert [name for name, *_ in launched] == [kernel]
 
 
 @pytest.fixture

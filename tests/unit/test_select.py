@@ -150,29 +150,23 @@ def test_one_query_of_ungrouped_heads_goes_by_what_it_reads() -> None:
     assert select.order(kind_with(ONE_QUERY, COMPILING, shape="suffix"))[0] == "sdpa"
 
 
-@pytest.mark.parametrize(
-    ("changes", "first"),
-    [({"packed": 1024}, "fa3_fwd"), ({}, "triton"), ({"packed": 1024, "pairs": 1 << 29}, "triton")],
-    ids=["packed row", "padded batch", "light"],
-)
-def test_runs_that_fill_their_rows_go_to_flash_attn(changes: dict[str, Any], first: str) -> None:
-    """Nothing to gather in a packed row; in a padded batch our own kernels read tokens where they are."""
-    ragged: dict[str, Any] = {"device": "cuda", "shape": "ragged", "pairs": 1 << 33, **changes}
-    assert select.order(kind_with(LOOKED, **ragged))[0] == first
-
-
-@pytest.mark.parametrize(("groups", "dim", "longest", "hopper", "first"), [
-    (3, 64, 4096, True, "triton"), (3, 64, 4096, False, "fa3_fwd"), (7, 64, 4096, True, "fa3_fwd"),
-    (3, 128, 2048, True, "fa3_fwd"), (4, 128, 1024, True, "triton"), (4, 128, 1024, False, "fa3_fwd"),
-    (4, 64, 1024, True, "fa3_fwd"),
+@pytest.mark.parametrize(("packed", "pairs", "groups", "dim", "hopper", "first"), [
+    # nothing to gather in a packed row; in a padded batch our own kernels read tokens where they are
+    (1024, 1 << 33, 1, 4, False, "fa3_fwd"), (0, 1 << 33, 1, 4, False, "triton"),
+    (1024, 1 << 29, 1, 4, False, "triton"),
+    # three narrow heads a group, and short documents, are for our kernel for Hopper
+    (4096, 1 << 33, 3, 64, True, "triton"), (4096, 1 << 33, 3, 64, False, "fa3_fwd"),
+    (4096, 1 << 33, 7, 64, True, "fa3_fwd"), (2048, 1 << 33, 3, 128, True, "fa3_fwd"),
+    (1024, 1 << 33, 4, 128, True, "triton"), (1024, 1 << 33, 4, 128, False, "fa3_fwd"),
+    (1024, 1 << 33, 4, 64, True, "fa3_fwd"),
 ])  # fmt: skip
-def test_packed_rows_of_three_narrow_heads_a_group_or_short_documents_go_to_our_kernel_for_hopper(
-    groups: int, dim: int, longest: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
+def test_runs_that_fill_their_rows_go_to_flash_attn_unless_our_kernel_for_hopper_takes_them(
+    packed: int, pairs: int, groups: int, dim: int, hopper: bool, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(select.BACKENDS["triton"]), "specialised", lambda self, asked: hopper)
-    packed: dict[str, Any] = {"shape": "ragged", "packed": longest, "pairs": 1 << 33}
+    ragged: dict[str, Any] = {"device": "cuda", "shape": "ragged", "packed": packed, "pairs": pairs}
     heads: dict[str, Any] = {"groups": groups, "head_dim": dim, "head_dim_v": dim}
-    assert select.order(kind_with(LOOKED, device="cuda", **packed, **heads))[0] == first
+    assert select.order(kind_with(LOOKED, **ragged, **heads))[0] == first
 
 
 @pytest.mark.parametrize(("changes", "first"), [
