@@ -47,9 +47,11 @@ class BuildPy(build_py):
         if self.editable_mode:
             build_native(Path(__file__).parent / PLACE)
             return
-        # of an earlier build: the library, modules that are gone, objects of a compile that was killed
+        # Of an earlier build: the library, modules that are gone, objects of a compile that was killed. Built in place
+        # (`--build-lib .`), what else lies there is the checkout's own.
         made = {Path(path) for path in self.get_outputs(include_bytecode=False)}
-        for top in {name.partition(".")[0] for name in self.packages}:
+        in_place = Path(self.build_lib).samefile(Path(__file__).parent)
+        for top in () if in_place else {name.partition(".")[0] for name in self.packages}:
             for path in Path(self.build_lib, top).rglob("*"):
                 if path.is_file() and path not in made:
                     path.unlink()

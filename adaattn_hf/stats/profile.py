@@ -158,11 +158,11 @@ def decibels(signal: Tensor, noise: Tensor) -> Tensor:
 
 
 def pooled_weights(call: AttentionCall, head: int, bins: tuple[int, int]) -> Tensor:
-    """Returns the attention map of a query head of the first of a batch, pooled.
+    """Returns the attention map `[rows, columns]` of one query head in the first row of a batch, pooled.
 
-    A pixel is the summed weight of its keys, averaged over its rows; `bins` are rows and columns of the image. Rows are
-    recomputed a few at a time and pooled at once, so that a map of 32k by 32k needs only the memory of a few hundred
-    rows.
+    A pixel is the summed weight of its keys, averaged over its rows; the image has at most `bins` rows and columns.
+    Rows are recomputed a few at a time and pooled at once, so that a map of 32k by 32k needs only the memory of a few
+    hundred rows.
     """
     structure, rows, kv_len, device = call.structure, call.structure.q_len, call.structure.kv_len, call.key.device
     query, key = call.query[0, head], call.key[0, head // (call.query.shape[1] // call.key.shape[1])].float()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ _SUMS, _PAGES = "_adaattn_sums", "_adaattn_pages"
 _DECLARED = PagedAttentionArgs.__annotations__.keys() | {"k_cache", "v_cache"}  # by the cache, behind its update
 
 
+@dataclass
 class EngineSettings(ContinuousBatchingConfig):
     """Settings by which the engine hands over tables of pages, and fills its buffers after it has cleared them.
 
@@ -48,7 +50,7 @@ class EngineSettings(ContinuousBatchingConfig):
     layers that slide, which it has no tables for: `keeps_tables` is False there.
     """
 
-    keeps_tables = True
+    keeps_tables: bool = True
 
     def __deepcopy__(self, memo: Any) -> EngineSettings:
         """The engine's copy."""
@@ -90,9 +92,7 @@ def engine_settings(model: nn.Module) -> EngineSettings:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = getattr(config, "layer_types", None) or [getattr(config, "sliding_window", None) or "full_attention"]
     if set(kinds) != {"full_attention"}:
-        settings = EngineSettings(use_cuda_graph=False)
-        settings.keeps_tables = False
-        return settings
+        return EngineSettings(use_cuda_graph=False, keeps_tables=False)
     if next(model.parameters()).device.type != "cuda":
         return EngineSettings(use_cuda_graph=False, max_blocks_per_request=0)
     return EngineSettings(use_cuda_graph=(False, True), q_padding_interval_size=1, kv_padding_interval_size=1)

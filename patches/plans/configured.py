@@ -71,7 +71,7 @@ def refuse_other_settings(planned: Mapping[str, Any], settings: Mapping[str, Any
         if name in settings and settings[name] != value:
             raise PlanError(
                 f"{name}: the plan was verified for a model with {value!r:.300}, this one has {settings[name]!r:.300}; "
-                f"undo that change{' of assistant_early_exit' * (name == 'num_hidden_layers')}, or calibrate again"
+                f"undo that change{' (assistant_early_exit?)' * (name == 'num_hidden_layers')}, or calibrate again"
             )
 
 

@@ -36,8 +36,7 @@ def navigation(entry: object) -> Iterator[str]:
 
 
 def settings() -> dict[str, object]:
-    read: dict[str, object] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    return read
+    return dict(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
 
 
 def test_every_page_is_in_the_navigation_and_exists() -> None:

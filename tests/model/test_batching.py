@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +118,9 @@ def test_where_layers_slide_the_engine_has_no_tables() -> None:
     with adaattn_hf.continuous_batching(ours) as engine:
         found = together(ours, PROMPTS, engine=engine, max_blocks_per_request=3)
     assert found == one_by_one(ours, PROMPTS)
+    copied = copy.deepcopy(replace(engine, num_blocks=8))
+    copied.max_blocks_per_request = 0
+    assert copied.max_blocks_per_request == 0
 
 
 def test_settings_leave_tables_to_the_engine_in_its_own_copy_alone() -> None:

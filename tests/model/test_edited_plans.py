@@ -175,8 +175,7 @@ Claim = tuple[Path, Plan, dict[str, Any]]
 def judged(text: Path, plan: Plan, place: Path, *words: str) -> dict[str, Any]:
     (place / "adaattn_plan.json").write_text(plan.to_json(), encoding="utf-8")
     say = ("--plan", place, "--data", text, "--held-out", "4", "--quiet", "--json", *words)
-    found: dict[str, Any] = json.loads(adaattn("verify", demo_model_path("llama"), *say, code=1).stdout)
-    return found
+    return dict(json.loads(adaattn("verify", demo_model_path("llama"), *say, code=1).stdout))
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,7 @@ CONDA_NAMES = {"torch": "pytorch"}
 
 
 def project() -> dict[str, Any]:
-    read: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return read
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def pythons() -> list[str]:
@@ -33,8 +32,7 @@ def recipe() -> dict[str, Any]:
     for name, value in re.findall(r'{% set (\w+) = "([^"]*)" %}', text):
         text = re.sub(r"{{ " + name + r"(\[0\]|\|lower)? }}", lambda m, v=value: v[0] if m[1] == "[0]" else v, text)
     text = re.sub(r"{%.*?%}\n", "", text)
-    read: dict[str, Any] = yaml.safe_load(re.sub(r"{{ (.*?) }}", r"<\1>", text).replace('("cxx")', ""))
-    return read
+    return dict(yaml.safe_load(re.sub(r"{{ (.*?) }}", r"<\1>", text).replace('("cxx")', "")))
 
 
 def versions() -> dict[str, str]:

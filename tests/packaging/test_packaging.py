@@ -128,6 +128,9 @@ def test_what_an_earlier_build_left_is_in_no_later_one(tmp_path: Path) -> None:
         path.touch()
     run(build, cwd=source)
     assert {path for path in place.rglob("*") if path.is_file()} == first
+    (source / "adaattn_hf" / "note").touch()
+    run([*build, "--build-lib", "."], cwd=source)
+    assert (source / "adaattn_hf" / "note").exists()
 
 
 def test_installed_wheel_works_from_anywhere(installed: Path, tmp_path: Path) -> None:

@@ -55,8 +55,7 @@ def largest(name: str, structure: MaskStructure, *, gradient: bool) -> int:
         out = select.attend(call, None if name == "chosen" else name).out
         if gradient:
             torch.autograd.grad(out.sum(), tensors)
-    elements: int = seen.elements
-    return elements
+    return int(seen.elements)
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])

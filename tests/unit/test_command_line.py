@@ -71,8 +71,7 @@ def quiet() -> list[list[Any]]:
     """What each of `QUIET` ended with and had loaded, in one process."""
     done = fresh("-c", LOADED, json.dumps([words.split() for words, _ in QUIET]))
     assert done.returncode == 0, done.stderr[-2000:]
-    found: list[list[Any]] = json.loads(done.stdout)
-    return found
+    return list(json.loads(done.stdout))
 
 
 @pytest.mark.parametrize("number", range(len(QUIET)), ids=[words or "alone" for words, _ in QUIET])

@@ -230,8 +230,7 @@ def _step(kv_len: int = 40, seen: int = 40, dim: int = 64, dtype: torch.dtype = 
         out = way(call)
     assert out is not None
     assert out.shape == (3, 1, 8, dim)
-    names: list[str] = noted.names
-    return names
+    return list(noted.names)
 
 
 @pytest.mark.usefixtures("device")
