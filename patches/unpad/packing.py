@@ -154,7 +154,7 @@ def read_layout(arguments: Mapping[str, Any], config: Any, pools: str, least: in
         return "it scales queries by columns of the row, from floor_scale on"
     if getattr(config, "token_dropout", False) and ids is not None and bool((ids == config.mask_token_id).any()):
         return "it scales a row by its share of masked tokens, which one packed row has not"
-    if not layout.contiguous:  # which windows of layers and of plans count
+    if not layout.contiguous:  # windows, those of a plan too, count columns, which a packed row has lost
         return "padding between real tokens"
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
