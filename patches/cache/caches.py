@@ -198,7 +198,7 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
     That is an unknown format, a model of another attention implementation, an encoder-decoder, one that computes with
     its cached keys itself, or streaming heads without a plan that has windows.
     """
-    if stored not in FORMATS:
+    if stored not in list(FORMATS):  # of any kind, as users give it
         raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(FORMATS)}")
     if stored == "model" and not streaming:
         return

@@ -125,7 +125,7 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if metadata.get(_CHECKSUM) != _checksum(metadata[_KEY], tensors):
         raise PlanError(f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}")
     _keys("header", about, _FIELDS)
-    if about["stored"] not in FORMATS or not isinstance(about["streaming"], bool):
+    if about["stored"] not in list(FORMATS) or not isinstance(about["streaming"], bool):
         raise PlanError(
             f"stores {about['stored']!r:.40} with streaming {about['streaming']!r:.40}, expected one of "
             f"{', '.join(FORMATS)} and true or false; {_AGAIN}"

@@ -207,7 +207,7 @@ def caller_arguments() -> tuple[bool, dict[str, Any]]:
         if owner is not model:
             break
         # a call around the model's forward, which itself may have set its arguments anew
-        if model is not None and {"self", "args", "kwargs"} <= variables.keys():
+        if model is not None and {"self", "args", "kwargs"}.issubset(variables):  # keys() is a list in Python 3.13
             arguments = arguments_of(inspect.signature(type(model).forward), variables["args"], variables["kwargs"])
             bare = len(caches) == 1 and caches[0] is None and arguments.get("attention_mask") is None
             return bare, arguments

@@ -72,23 +72,14 @@ def _sdpa(asked: AttentionCall, dtype: torch.dtype) -> list[torch.Tensor]:
     return list(torch.autograd.grad((out.double() * weight).sum(), leaves))
 
 
-def arguments(asked: AttentionCall) -> tuple[object, ...]:
-    s = asked.structure
-    return (
-        asked.query, asked.key, asked.value, asked.bias, asked.sink_logits, asked.scaling, asked.softcap or 0.0,
-        s.causal, s.q_offset, s.window, s.sinks, s.chunk,
-        None, s.chunk_start, s.key_padding, s.q_segments, s.k_segments, s.spans, s.mask,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("name", ["causal", "left padding", "mask"])
 def test_opcheck(name: str) -> None:
     asked = call(STRUCTURES[name], **EXTRAS["all"])
     leaves = {n: getattr(asked, n).clone().requires_grad_() for n in ("query", "key", "value", "bias", "sink_logits")}
-    torch.library.opcheck(attend_op, arguments(replace(asked, **leaves)))
-    out, lse = attend_op(*arguments(asked))
+    torch.library.opcheck(attend_op, replace(asked, **leaves).operands())
+    out, lse = attend_op(*asked.operands())
     grad = torch.randn_like(out)
-    torch.library.opcheck(backward_op, (True, grad, out, lse, *arguments(asked)))
+    torch.library.opcheck(backward_op, (True, grad, out, lse, *asked.operands()))
 
 
 @pytest.mark.parametrize("name", ["causal", "suffix", "left padding", "packed", "device offset"])

@@ -88,7 +88,7 @@ def test_a_malformed_call_is_refused_in_words(name: str) -> None:
 def test_the_operators_refuse_what_does_not_belong_together(shapes: dict[str, tuple[int, ...]]) -> None:
     out, lse = torch.zeros(B, Q, H, D), torch.zeros(B, H, Q)
     fits = MaskStructure(B, Q, K).operands()
-    asked = *tensors(**shapes), None, None, 0.25, None, *fits
+    asked = *tensors(**shapes), None, None, 0.25, *(None,) * 5, *fits
     with pytest.raises((ValueError, IndexError), match=r"got|out of range"):
         ops.attend_op(*asked)
     with pytest.raises((ValueError, IndexError), match=r"got|out of range"):
