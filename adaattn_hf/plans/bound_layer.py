@@ -148,8 +148,10 @@ class BoundLayer:
 
         They are counted once for each key/value head; those beyond the plan's lengths are exact.
         """
-        if causal or kv_len > self.max_length:
-            stop = min(stop, self.max_length) if causal else first
+        if causal:
+            stop = min(stop, self.max_length)
+        elif kv_len > self.max_length:
+            stop = first
         span = (first, stop, kv_len, causal)
         choices = self.plan.choices
         return sum(one.changed_rows(*span) for one in choices), sum(one.rows_with_fewer_keys(*span) for one in choices)

@@ -18,11 +18,12 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from adaattn_hf.attention.stored import CACHE_FORMATS
 from adaattn_hf.plans.limits import unproven
 
 from ..models.families import COMPUTES_WITH_CACHE, family_of
 from ..plans.attach import plan_of
-from .formats import FORMATS, check_channels
+from .formats import check_channels
 from .groups import Spans
 from .layers import CachedLayer
 from .store import GROWTH, Room
@@ -198,8 +199,8 @@ def check_stored(model: PreTrainedModel, stored: str, streaming: bool = False) -
     That is an unknown format, a model of another attention implementation, an encoder-decoder, one that computes with
     its cached keys itself, or streaming heads without a plan that has windows.
     """
-    if stored not in list(FORMATS):  # of any kind, as users give it
-        raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(FORMATS)}")
+    if stored not in CACHE_FORMATS:
+        raise ValueError(f"cache: got {stored!r}, expected one of {', '.join(CACHE_FORMATS)}")
     if stored == "model" and not streaming:
         return
     config = model.config.get_text_config(decoder=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from adaattn_hf._files import parse_json, write_atomically
+from adaattn_hf.attention.stored import CACHE_FORMATS
 from adaattn_hf.plans.record import PlanError, whole
 
 from ..models.support import refuse_no_model
@@ -125,10 +126,10 @@ def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if metadata.get(_CHECKSUM) != _checksum(metadata[_KEY], tensors):
         raise PlanError(f"is damaged, its checksum is not that of its content, expected what was written; {_AGAIN}")
     _keys("header", about, _FIELDS)
-    if about["stored"] not in list(FORMATS) or not isinstance(about["streaming"], bool):
+    if about["stored"] not in CACHE_FORMATS or not isinstance(about["streaming"], bool):
         raise PlanError(
             f"stores {about['stored']!r:.40} with streaming {about['streaming']!r:.40}, expected one of "
-            f"{', '.join(FORMATS)} and true or false; {_AGAIN}"
+            f"{', '.join(CACHE_FORMATS)} and true or false; {_AGAIN}"
         )
     return about, tensors
 

@@ -42,7 +42,6 @@ def parsed(text: str) -> ast.Module:
     return ast.parse(text)
 
 
-@cache
 def read_modules(root: Path = ROOT, mapped: Mapping[str, str] = MAPPED) -> dict[str, Module]:
     found: dict[str, Module] = {}
     for directory, package in mapped.items():
