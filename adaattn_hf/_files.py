@@ -16,7 +16,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     (`/dev/stdout`) are written to, and not replaced by a file.
     """
     if "\0" in str(path):
-        raise ValueError(f"path: got {str(path)!r:.80}, expected one without a zero byte; give another")
+        raise ValueError(f"path: got {str(path)!r}, expected one without a zero byte; give another")
     # bytes of a name that are not UTF-8 are written as JSON escapes them, and read back from JSON
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
