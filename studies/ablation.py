@@ -1,13 +1,11 @@
-"""What the families of choices, the risks of heads and the joint search contribute: `python -m studies.ablation WORK`.
+"""What the families of choices, the risks of heads and the joint search add: `python -m studies.ablation WORK [MODEL]`.
 
 The packaged models are calibrated once for risks and prices. Each arm calibrates again with both, under one family, or
 with risks that do not tell heads apart, and is verified like any plan. What WORK holds already is not run again.
 """
 
-from __future__ import annotations
-
+import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -102,16 +100,21 @@ def page(models: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines[:-1]) + "\n"
 
 
-def main(work: Path, target: Path = TARGET) -> None:
-    """Measures what is missing, and writes the page as soon as a model is done."""
+def main(work: Path, names: Sequence[str], target: Path = TARGET) -> None:
+    """Measures what is missing of some models, and writes the page anew as soon as one is done."""
     pages = {name: (pages_path(split),) for name, split in (("data", "calibration"), ("verify_data", "heldout"))}
     base = {"device": "cpu", "threads": 1, "quiet": True, "as_json": True, **pages}
-    models: dict[str, Any] = {}
-    for name in DEMO_MODELS:
+    kept = target / "ablation.json"
+    models = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    for name in names:
         models[name] = measure({**base, "model": str(demo_model_path(name))}, work / name)
-        write_atomically(target / "ablation.json", json_text(models, indent=1) + "\n")
+        write_atomically(kept, json_text(models, indent=1) + "\n")
         write_atomically(target / "ablation.md", page(models))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("models", nargs="*", default=DEMO_MODELS)
+    given = parser.parse_args()
+    main(given.work, given.models)

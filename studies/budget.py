@@ -4,8 +4,6 @@ By the price table, by the device's own time of attention calls, and by the pair
 windows reads: what attention can gain by it, whatever the kernel.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

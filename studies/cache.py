@@ -18,8 +18,6 @@ Caches of other libraries need those libraries; kvpress asks for older Transform
 `pip install --no-deps optimum-quanto ninja hqq termcolor einops kvpress cachetools fire`.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib.metadata

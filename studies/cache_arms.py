@@ -1,7 +1,5 @@
 """The caches that are set beside one another, and models shaped like others with random weights to hold them."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of the study of caches, written from what it measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How many bytes caches hold, also beside what is foretold, and how fast decode steps over them are."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What caches cost on text: the loss over each behind a prompt, and needles hidden in the prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ for. A call that the backend refuses on a device is not compiled for it. Shared 
 made, so none is.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -5,8 +5,6 @@ and a backward pass, on Gaussian queries, keys and values that were rounded to t
 the computation. Triton's kernels run in its interpreter where there is no CUDA device, which has no bfloat16.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

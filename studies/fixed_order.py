@@ -5,8 +5,6 @@ model would say is drawn: sequences of a packaged model's losses on real text, d
 heavy tails. `--measure` measures the model first.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

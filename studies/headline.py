@@ -4,8 +4,6 @@ All come from `docs/results/`; none is typed. `studies.front.page` refuses figur
 or their conditions.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

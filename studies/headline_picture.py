@@ -4,8 +4,6 @@ Bars start at zero, with a mark at stock's speed. Each label is above its bar, s
 The two colours differ for readers with any colour vision, in light and dark.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape

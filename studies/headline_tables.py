@@ -1,7 +1,5 @@
 """Tables of plans for the README and docs/figures.md, and that of other implementations for docs/comparison.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ not. A memory is what one call writes and a later one reads: a cached function, 
 container of a module that its functions fill. Limits only ever go down.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import statistics

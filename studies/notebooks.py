@@ -4,8 +4,6 @@ Progress, paths and how long a step of training took are left out; pictures have
 stays as it was shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import io

@@ -1,7 +1,5 @@
 """How the pages of docs/results write tables, budgets, machines and commits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

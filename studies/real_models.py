@@ -6,8 +6,6 @@ a file under OUT and the name of the device; a row that is there is not measured
 goes on, on the same type of card, and processes share it. `--speed` times what the host takes part in, in one sitting.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

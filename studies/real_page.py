@@ -1,7 +1,5 @@
 """Writes docs/results/real_models: what `python -m studies.real_models` measured, a section for each device."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

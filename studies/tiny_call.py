@@ -9,8 +9,6 @@ where this checkout needs more than `--most` microseconds more a call, or more t
 whole model.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

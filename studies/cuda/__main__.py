@@ -4,8 +4,6 @@ Sections are independent: one process each (with CUDA_VISIBLE_DEVICES) or one af
 `DIR/SECTION.json` as it is found, and goes on from there when it is called again with the same setting.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """One layer's attention on the device: dense, masks, windows per head, one query, gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

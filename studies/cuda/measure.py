@@ -5,8 +5,6 @@ than the kernels. On a CPU, where sections are tried at small sizes, kernels run
 times mean nothing.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

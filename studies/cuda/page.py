@@ -1,7 +1,5 @@
 """From the sections' files to one report and its page."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Cells that FILE has are kept, so that an interrupted run goes on. Without FILE the names of all cells are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -6,8 +6,6 @@ nothing else), and stock. One graph of each serves all lengths: its counters are
 random. FILE is kept and added to; `--page DIR` writes `steps.json` and `steps.md` of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

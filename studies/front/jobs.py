@@ -4,8 +4,6 @@ After a trial of each, arms take turns in one process, another one first in each
 version cannot run is in the record with its reason.
 """
 
-from __future__ import annotations
-
 import copy
 import datetime
 import json

@@ -4,8 +4,6 @@ The baseline of a figure is the fastest arm of stock in its cell, and in tables 
 that lacks an arm of the protocol without a reason, rounds, a commit, a machine, a date or its conditions is refused.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

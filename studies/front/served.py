@@ -1,7 +1,5 @@
 """Jobs of the first page beside prompts and steps: requests that are served together, and packed training."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Mapping
