@@ -152,28 +152,28 @@ def _entry(cell: Mapping[str, Any], stock: str, ours: str | None) -> str:
     return f"{shown} ({times(low)}–{times(high)})" + "¹" * waits(cell["arms"][ours])
 
 
-def _says(cell: Mapping[str, Any]) -> str:
-    """What ran and its conditions, in the words of a row."""
+def _says(cell: Mapping[str, Any], *more: str) -> str:
+    """What ran, its padding and further conditions, in the words of a row."""
     real = cell["conditions"].get("real tokens", 1.0)
-    return f"{cell['says']}, {f'{real:.0%} of tokens real, ' * (real < 0.99)}{cell['conditions']['dtype']}"
+    return ", ".join(filter(None, (cell["says"], f"{1 - real:.0%} padding" * (real < 0.99), *more)))
 
 
 def gains(cells: Cells, rows: Sequence[Row], guides: str = "docs/guides/") -> str:
     """A table of one machine, slower rows beside the faster ones; links go to `guides`; UsageError for no cell.
 
-    Where stock is faster on texts that are cut first than by its best string, each has a row.
+    Where stock is faster on texts that are cut first, that is a second row. A dtype of all rows stands in the head.
     """
-    lines = []
+    if lacking := [row.cell for row in rows if row.cell not in cells]:
+        raise UsageError(f"{lacking[0]}: not measured; python -m studies.front FILE '{lacking[0]}'")
+    lines, dtypes = [], {cells[row.cell]["conditions"]["dtype"] for row in rows}
     for row in rows:
-        if row.cell not in cells:
-            raise UsageError(f"{row.cell}: not measured; python -m studies.front FILE '{row.cell}'")
-        cell = cells[row.cell]
-        says = f"[{row.job[0]}]({guides}{row.job[1]}): {_says(cell)}" + (f", {row.note}" if row.note else "")
+        told = _says(cell := cells[row.cell], cell["conditions"]["dtype"] * (len(dtypes) > 1), row.note)
+        says = f"[{row.job[0]}]({guides}{row.job[1]}): {told}".replace("'s shape, random weights", "²")
         for stock, *ours in dict.fromkeys(stock_and_ours(cell, row.without, cuts) for cuts in (CUTTING, ())):
             best = f"{stock.replace('flash_attention_2', 'flash-attn 2')}{'¹' * waits(cell['arms'][stock])}"
             lines.append((says, best, *(_entry(cell, stock, own) for own in ours)))
             says = "– the same texts"
-    head = (f"{where(cells)}", "Stock", "By the string alone", "With `prepare`")
+    head = (", ".join([where(cells), *(dtypes if len(dtypes) == 1 else ())]), "Stock", "String alone", "With `prepare`")
     return "\n".join(table(head, lines)[:-1])
 
 
@@ -221,8 +221,8 @@ def every_arm(cells: Cells) -> str:
     lines, several = [traced(cells), ""], len({cell["provenance"].get("source") for cell in cells.values()}) > 1
     for cell in cells.values():
         stock = stock_and_ours(cell)[0]
-        told = ("prompt or step", "room", "engine", "plan")
-        more = [f"{key}: {value}" for key, value in cell["conditions"].items() if key in told]
+        about, told = cell["conditions"], ("prompt or step", "room", "engine", "plan")
+        more = [f"{key}: {value}" for key, value in about.items() if key in told]
         rows = []
         for name, own in seconds(cell).items():
             low, middle, high = (1e3 * part for part in statistics.quantiles(own, n=4))
@@ -233,7 +233,7 @@ def every_arm(cells: Cells) -> str:
                          times(speedup(cell, stock, name)[1]),
                          *([f"{arm['peak'] / 2**20:,.0f}"] if "peak" in arm else [])))  # fmt: skip
         more += [f"commit {commit(cell['provenance'])}"] if several else []
-        lines += ["; ".join([f"**{_says(cell)}** ({cell['conditions']['timed']})", *more]), ""]
+        lines += ["; ".join([f"**{_says(cell, about['dtype'])}** ({about['timed']})", *more]), ""]
         head = ("arm", "ms (quartiles)", "processor, ms" if on_cpu else "GPU busy", "speedup over best stock",
                 "memory of a call, MiB")[: len(rows[0])]  # fmt: skip
         lines += table(head, rows)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from adaattn_hf import AdaAttnConfig, Plan
+from adaattn_hf.attention import kind
 from adaattn_hf.backends.order import RULES, Rule
 from adaattn_hf.patches.cache import disk
 
@@ -38,6 +39,13 @@ def test_no_backend_is_in_the_order_on_gpus_that_was_not_timed() -> None:
     rules = [rule for rule in RULES if rule.page.startswith("gpu_plans.md")]
     assert [rule.calls for rule in rules if untimed(rule)] == []
     assert untimed(rules[0]._replace(names=("fa2", "fa3", "triton"))) == ["fa2", "fa3"]
+
+
+def test_the_how_to_of_backends_has_every_option_of_a_call() -> None:
+    page = (ROOT / "docs" / "howto" / "backend.md").read_text(encoding="utf-8")
+    table = page.partition("| option | the call has |")[2].partition("\n\n")[0]
+    bits = {bit: name for name, bit in vars(kind).items() if name.isupper() and isinstance(bit, int)}
+    assert set(re.findall(r"`([A-Z_0-9]+)`", table)) == {bits[bit] for bit in kind.OPTIONS}
 
 
 SCHEMA = json.loads(resources.files("adaattn_hf.eval.bench").joinpath("schema.json").read_text("utf-8"))

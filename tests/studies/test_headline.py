@@ -25,6 +25,10 @@ def test_every_file_shows_what_the_results_hold(reports: Reports) -> None:
     assert names >= {"README.md", "figures.md", "speed.svg", "badge_python.svg"}
     stale = [path.name for path, text in written.items() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "make headline"
+    page = written[headline.README]
+    assert page.count("²") > 1
+    assert "² This model's shape with random weights." in page
+    assert "| NVIDIA H200, bfloat16 |" in page, "rows say no dtype where all have the same"
 
 
 def texts(svg: str) -> list[str]:
