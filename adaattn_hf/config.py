@@ -1,10 +1,8 @@
 """What a user may set, and where it lives: `model.config.adaattn`, a plain dictionary that is saved with the model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -73,7 +71,7 @@ class AdaAttnConfig:
             )
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> AdaAttnConfig:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Settings from a dictionary.
 
         Raises:

@@ -95,9 +95,7 @@ def structure_of(cell: Cell, device: torch.device) -> MaskStructure:
 def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:
     padding = padding_of(cell, device)
     function = _mask_function(cell, device)
-    offset: Any = 0
-    if cell.mask == "causal":
-        offset = cell.keys - cell.q_len
+    offset: Any = cell.keys - cell.q_len if cell.mask == "causal" else 0
     if cell.filled is not None:
         offset = torch.tensor(cell.filled - cell.q_len, dtype=torch.int64, device=device)
     plain = cell.window is None and cell.chunk is None and not cell.packed

@@ -5,8 +5,6 @@ with adaattn_hf.record(model) as record:
 print(record)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Binds plans to models and takes them away, and sets this package's settings on a model and each of its towers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

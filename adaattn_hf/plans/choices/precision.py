@@ -1,10 +1,8 @@
 """A precision: products in bfloat16 or int8."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -96,7 +94,7 @@ class Precision(Operands):
         return replace(call, query=query, key=key, value=value, bias=bias)
 
     @classmethod
-    def candidates(cls, setting: Setting) -> Sequence[Precision]:
+    def candidates(cls, setting: Setting) -> Sequence[Self]:
         """Bfloat16 for float32 models alone, int8 for all."""
         useful = ("bf16", "int8") if setting.dtype == "float32" else ("int8",)
         return [cls(name) for name in useful if name in setting.families]
