@@ -65,8 +65,7 @@ class Corpus:
 
 def wikitext_corpus(pages: Iterable[str], origin: str, name: str = "wikitext") -> Corpus:
     """A corpus of pages that are counted and detokenised by WikiText's rules."""
-    documents = tuple(Document(wikitext.detokenize(page), page) for page in pages)
-    return Corpus(name, "pages", documents, origin)
+    return Corpus(name, "pages", tuple(Document(wikitext.detokenize(page), page) for page in pages), origin)
 
 
 def lastword_corpus(passages: Iterable[str], origin: str, name: str = "lambada") -> Corpus:

@@ -87,14 +87,14 @@ class BoundLayer:
         over_codes = [choice for choice in map(Choice.for_quantised_cache, choices) if choice is not None]
         changes = len(over_codes) == len(choices) and over_codes != [*choices]
         self._over_codes = self.with_choices(over_codes) if changes else None
-        self._some: dict[tuple[tuple[int, ...], bool], Self] = {}
+        self._some: dict[tuple[tuple[int, ...], bool], BoundLayer] = {}
         BOUND_LAYERS[self.handle] = self
 
     def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
         """Copies and pickles a layer without its handle and owner."""
         return type(self), (self.plan, self.tensors, self.max_length, self.local_heads, self.exact_steps, self.dtype)
 
-    def of_call(self, kv_heads: int, q_len: int) -> Self | None:
+    def of_call(self, kv_heads: int, q_len: int) -> "BoundLayer | None":
         """Returns the layer for a call with so many key/value heads: this process's part under tensor parallelism.
 
         None for so few query rows that they are a decode step which the plan leaves exact. A plan for another number
@@ -116,7 +116,7 @@ class BoundLayer:
         return replace(self, plan=replace(self.plan, choices=tuple(choices)), tensors=tensors)
 
     @property
-    def for_quantised_cache(self) -> Self:
+    def for_quantised_cache(self) -> "BoundLayer":
         """The layer for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
 
         A choice that needs unquantised keys is a ValueError.
@@ -131,7 +131,7 @@ class BoundLayer:
             )
         return self
 
-    def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> Self:
+    def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> "BoundLayer":
         """Returns the layer with some key/value heads; with `all_keys` they read all keys that they are given."""
         part = self._some.get((heads, all_keys))
         if part is None:

@@ -55,6 +55,7 @@ class Library:
     Attributes:
         handle: The `ctypes` handle; its functions release the GIL.
         forward: `ada_forward` of the handle.
+        path: Where it was loaded from.
         level: Number of the instruction set that calls use, see `LEVELS`.
         levels: Names of those that it holds kernels for and this machine has.
         threads: Why it is or is not parallel, in words.
@@ -62,6 +63,7 @@ class Library:
 
     handle: ctypes.CDLL
     forward: Callable[[bytes], int]
+    path: Path
     level: int
     levels: tuple[str, ...]
     threads: str
@@ -116,7 +118,7 @@ def load(directory: Path) -> Library | str:
         return f"the native library names instruction set {best}, expected 0 to {len(LEVELS) - 1}; reinstall adaattn-hf"
     runnable = tuple(name for number, name in enumerate(LEVELS) if handle.ada_has_level(number))
     level = LEVELS.index(from_environment(LEVEL_VARIABLE, runnable, LEVELS[best]))
-    return Library(handle, handle.ada_forward, level, runnable, _share_threads(handle))
+    return Library(handle, handle.ada_forward, path, level, runnable, _share_threads(handle))
 
 
 def _is_cut_off(path: Path) -> bool:

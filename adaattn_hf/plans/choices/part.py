@@ -191,8 +191,7 @@ def all_keys() -> list[type[Keys]]:
 
 def all_operands() -> list[type[Operands]]:
     """Returns every kind of part that changes operands, in the order in which they are applied."""
-    kinds = [kind for kind in KINDS.values() if issubclass(kind, Operands)]
-    return sorted(kinds, key=lambda kind: kind.order)
+    return sorted((kind for kind in KINDS.values() if issubclass(kind, Operands)), key=lambda kind: kind.order)
 
 
 @dataclass(frozen=True)
@@ -266,9 +265,7 @@ class Choice:
 
     def changed_rows(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
         """Returns how many of these rows are not computed exactly."""
-        if self.operands:
-            return max(stop - first, 0)
-        return self.rows_with_fewer_keys(first, stop, kv_len, causal)
+        return max(stop - first, 0) if self.operands else self.rows_with_fewer_keys(first, stop, kv_len, causal)
 
     @property
     def span(self) -> tuple[int, int] | None:

@@ -62,9 +62,7 @@ class Precision(Operands):
 
     def tensors(self, layer: LayerTensors, head: int) -> Mapping[str, Tensor]:
         """The layer's mean keys, where keys are smoothed."""
-        if self.precision != "int8" or layer.key_mean is None:
-            return {}
-        return {"key_mean": layer.key_mean}
+        return {} if self.precision != "int8" or layer.key_mean is None else {"key_mean": layer.key_mean}
 
     def misfit(self, layer: LayerTensors, head: int, kv_heads: int, head_dim: int | None) -> str | None:
         """Mean keys `[num_kv_heads, head_dim]`, where there are any."""
