@@ -1,8 +1,10 @@
 """What a user may set, and where it lives: `model.config.adaattn`, a plain dictionary that is saved with the model."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -71,7 +73,7 @@ class AdaAttnConfig:
             )
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, Any]) -> AdaAttnConfig:
         """Settings from a dictionary.
 
         Raises:

@@ -1,5 +1,7 @@
 """Named settings, read from the YAML files of `adaattn_hf.configs`."""
 
+from __future__ import annotations
+
 from importlib import resources
 
 import yaml

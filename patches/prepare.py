@@ -5,6 +5,8 @@
 Both are forward hooks; nothing in the model is replaced, and `restore` removes them.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections import Counter
 from contextlib import ExitStack

@@ -1,5 +1,7 @@
 """Registers the attention names `adaattn` and `adaattn_<backend>` with Transformers; replaces nothing there."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -56,7 +58,7 @@ def engine_name(name: str) -> str:
 
 
 @contextmanager
-def continuous_batching(model: nn.Module) -> Iterator["transformers.ContinuousBatchingConfig"]:
+def continuous_batching(model: nn.Module) -> Iterator[transformers.ContinuousBatchingConfig]:
     """Lets Transformers' engine of continuous batching run a model inside the `with` block, by its plan if it has one.
 
         with adaattn_hf.continuous_batching(model) as engine:

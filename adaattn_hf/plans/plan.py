@@ -5,6 +5,8 @@ keys that its mask shows, so that a plan neither leaks future tokens into earlie
 batch.
 """
 
+from __future__ import annotations
+
 import json
 import tempfile
 from collections.abc import Mapping
@@ -205,7 +207,7 @@ class Plan:
         return dict(json.loads(json.dumps(data)))
 
     @classmethod
-    def from_dict(cls, data: Any) -> "Plan":
+    def from_dict(cls, data: Any) -> Plan:
         """Returns the plan written by `to_dict`; PlanError for another format, other keys, or a value out of range."""
         form = data.get("format") if isinstance(data, Mapping) else PLAN_FORMAT
         if type(form) is not int or form != PLAN_FORMAT:
@@ -217,7 +219,7 @@ class Plan:
         return json.dumps(self.to_dict(), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
+    def from_json(cls, text: str) -> Plan:
         """Returns the plan written by `to_json`. Raises PlanError if the text is not JSON, or not a plan."""
         try:
             data = parse_json(text)
@@ -226,7 +228,7 @@ class Plan:
         return cls.from_dict(data)
 
     @classmethod
-    def from_pretrained(cls, source: "Plan | str | Path") -> "Plan":
+    def from_pretrained(cls, source: Plan | str | Path) -> Plan:
         """Returns the plan in a file, a directory or a repository of the Hub; a plan is returned as it is.
 
         In a directory or repository it lies in `adaattn_plan.json`, or else in the `config.json` of a model that

@@ -10,6 +10,8 @@ Codes are made when tokens are written, and never turned into numbers as a whole
 to in full precision; later calls read the codes.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any, cast
 

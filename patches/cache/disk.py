@@ -1,5 +1,7 @@
 """Saves a cache to a file and loads it: a prompt is read once and continued later, by this process or another."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping

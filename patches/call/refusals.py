@@ -7,6 +7,8 @@ A model hands the keywords of its forward to its layers and to its loss alike. O
 the list of harmless ones; the keywords of other losses are added by whoever brings the loss.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any

@@ -1,5 +1,7 @@
 """Watches a model with a plan while it runs; `plans.monitor` says what is counted and compared."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict

@@ -5,6 +5,8 @@ with adaattn_hf.record(model) as record:
 print(record)
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Binds plans to models and takes them away, and sets this package's settings on a model and each of its towers."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 

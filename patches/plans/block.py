@@ -1,5 +1,7 @@
 """Runs a model with another plan inside a block, for one thread or request only; the model's own plan stays."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
