@@ -1,10 +1,13 @@
 """Errors with their exit codes, the sentence for a name that nobody knows, warnings, and what is said once."""
 
 import difflib
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterable
+
+logger = logging.getLogger("adaattn_hf")
 
 
 class EvalError(Exception):

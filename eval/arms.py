@@ -165,9 +165,7 @@ def plan_tap(bound_layers: Mapping[int, BoundLayer]) -> Tap:
 
     def tap(module: nn.Module, call: AttentionCall) -> Tensor:
         bound_layer = None if call.layer is None else bound_layers.get(call.layer)
-        if bound_layer is None:
-            return exact_tap(module, call)
-        return execute.attend(bound_layer, call).out
+        return exact_tap(module, call) if bound_layer is None else execute.attend(bound_layer, call).out
 
     return tap
 
@@ -195,8 +193,7 @@ def compare(arms: ModelArms, window: TokenWindow, tap: Tap, exact: Tensor | None
 
     `exact` are hidden states of the first arm, computed if absent.
     """
-    if exact is None:
-        exact = arms.exact(window)
+    exact = arms.exact(window) if exact is None else exact
     with tapping(tap):
         planned = arms.hidden(window)
     targets = torch.from_numpy(window.targets).to(planned.device)

@@ -1,13 +1,11 @@
 """Where the text comes from: WikiText, LAMBADA or a user's files, local or through `datasets`."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from adaattn_hf.errors import DataUnavailable
 
@@ -58,17 +56,16 @@ class Corpus:
                 digest.update(len(raw).to_bytes(8, "little") + raw)
         object.__setattr__(self, "sha256", digest.hexdigest())
 
-    def head(self, documents: int | None) -> Corpus:
+    def head(self, documents: int | None) -> Self:
         """The first so many documents (all with `None`)."""
         if documents is None or documents >= len(self.documents):
             return self
-        return Corpus(self.name, self.kind, self.documents[:documents], self.origin)
+        return replace(self, documents=self.documents[:documents])
 
 
 def wikitext_corpus(pages: Iterable[str], origin: str, name: str = "wikitext") -> Corpus:
     """A corpus of pages that are counted and detokenised by WikiText's rules."""
-    documents = tuple(Document(wikitext.detokenize(page), page) for page in pages)
-    return Corpus(name, "pages", documents, origin)
+    return Corpus(name, "pages", tuple(Document(wikitext.detokenize(page), page) for page in pages), origin)
 
 
 def lastword_corpus(passages: Iterable[str], origin: str, name: str = "lambada") -> Corpus:

@@ -6,8 +6,6 @@ middle of it, fails its checksum and is measured again. A report of a resumed ru
 last bit.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -15,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -54,7 +52,7 @@ class BatchRecord:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> BatchRecord:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """The record of JSON values."""
         scores = TokenScores(**{key: np.asarray(value[key], kind) for key, kind in _ARRAYS.items()})
         elapsed = tuple(Elapsed(w, p) for w, p in zip(value["wall"], value["process"], strict=True))
@@ -158,7 +156,7 @@ class Journal:
             os.fsync(self._file.fileno())
         self.records[batch] = record
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

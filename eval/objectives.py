@@ -4,12 +4,10 @@ A causal model predicts every next token of a sequence in one pass. A masked-lan
 positions, which are drawn by a seed, in several passes over each sequence. All else is the same for both.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -88,7 +86,7 @@ class MaskedTokens:
             raise ValueError(f"maskings is {self.count}, expected at least 1 reading of each sequence")
 
     @classmethod
-    def of(cls, tokenizer: Any, share: float = share, count: int = count) -> MaskedTokens:
+    def of(cls, tokenizer: Any, share: float = share, count: int = count) -> Self:
         """Returns the scoring with a tokenizer's mask token and the special tokens that it puts around a text.
 
         A tokenizer without a mask token is refused, and one that changes a text that it puts special tokens around.

@@ -6,6 +6,7 @@ to Evals"). The estimator is the ratio of sums, sum(delta) / sum(tokens), i.e. t
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,8 @@ def gather(
     """The scored tokens of all batches in the order of the windows, and the window of each `[tokens]`."""
     window = np.concatenate([np.full(len(windows[w].targets), w, np.int64) for batch in batches for w in batch])
     order = np.argsort(window, kind="stable")
-    return joined([record.scores for record in records]).ordered(order), window[order]
+    all_scores = joined([record.scores for record in records])
+    return TokenScores(*(getattr(all_scores, one.name)[:, order] for one in fields(TokenScores))), window[order]
 
 
 def quality(

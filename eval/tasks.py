@@ -95,9 +95,8 @@ def _pages(checkpoint: Checkpoint, corpus: Corpus, settings: Settings, context: 
         )
         cut, special = cut or fraction < 1, ""
     elif settings.windows == "rolling":
-        prefix = settings.prefix_token
-        if prefix is None:
-            prefix = prefix_token(checkpoint.tokenizer, checkpoint.name)
+        asked = settings.prefix_token
+        prefix = prefix_token(checkpoint.tokenizer, checkpoint.name) if asked is None else asked
         for i, tokens in enumerate(encoded):
             made += windows.rolling(tokens, context, stride, prefix, i)
         protocol = (

@@ -141,7 +141,7 @@ def rows_of(study: Study, length: int, budgets: Sequence[str], seed: int, **more
             "random": study.random, "met": result.met, "sentence": result.sentence,
             "verdict": result.report["verdicts"][-1] if result.met else None,
             "seconds": measuring + time.perf_counter() - started, "measuring": measuring,
-            "peak_gb": max(highest, peak()), "predicted_gb": forecast(inputs, measurement.layers).total / 1e9,
+            "peak_gb": max(highest, peak()), "predicted_gb": forecast(inputs, measurement.layers)[1] / 1e9,
             "sources": {kind: [path.name for path in paths] for kind, paths in study.sources.items()},
             "priced": measurement.table.machine, "provenance": provenance(study.device),
         }  # fmt: skip

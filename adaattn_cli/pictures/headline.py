@@ -4,15 +4,13 @@ How fast the whole model runs is in the report that lies beside a plan, and not 
 byte wherever it is made from the same prices.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +42,7 @@ class Speedups:
     attention: float | None = None
 
     @classmethod
-    def of(cls, report: Mapping[str, Any]) -> Speedups:
+    def of(cls, report: Mapping[str, Any]) -> Self:
         """Returns what a report says; PlanError if a figure in it is none."""
         passes = report.get("whole_forward", [])
         if not isinstance(passes, list) or not all(isinstance(one, Mapping) for one in passes):

@@ -1,9 +1,7 @@
 """One attention call: tensors, structure and the few numbers that change the mathematics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +22,9 @@ OPERANDS = (
     f"Tensor? key_scale, Tensor? value_scale, Tensor? key_mean, Tensor? first_key, {RULES}"
 )
 """What `AttentionCall.operands` returns, in the schema of an operator."""
+
+NAMESPACE = __name__.partition(".")[0]
+"""Of our operators: the package that holds this file, of which copies may be loaded beside one another."""
 
 _new = tuple.__new__
 
@@ -63,8 +64,8 @@ class AttentionCall:
     sink_logits: Tensor | None = None
     bias: Tensor | None = None
     need_lse: bool = False
-    per_head: HeadRules | None = None
-    stored: StoredKV | None = None
+    per_head: "HeadRules | None" = None
+    stored: "StoredKV | None" = None
     new_tokens: tuple[Tensor, Tensor] | None = None
     window: int | None = None
     layer: int | None = None
@@ -250,7 +251,7 @@ class AttentionCall:
         return *tensors, self.scaling, self.softcap, *record, *self.structure.operands()
 
     @classmethod
-    def of_operands(cls, *operands: Any) -> AttentionCall:
+    def of_operands(cls, *operands: Any) -> Self:
         """The call of what `operands` returned."""
         from .stored import StoredKV  # of graphs alone
 
@@ -259,13 +260,13 @@ class AttentionCall:
         stored = None if record[0] is None else StoredKV(*record)
         return cls(query, key, value, structure, scaling, 0.0, softcap, sinks, bias, stored=stored)
 
-    def with_positive_scaling(self) -> AttentionCall:
+    def with_positive_scaling(self) -> Self:
         """The same call by a factor above 0, for kernels that divide by it, or compare scores before they multiply."""
         if self.scaling > 0:
             return self
         return replace(self, query=self.query * (-1.0 if self.scaling else 0.0), scaling=-self.scaling or 1.0)
 
-    def dequantised(self) -> AttentionCall:
+    def dequantised(self) -> Self:
         """The same call with keys and values as numbers: itself, unless they are codes of a cache."""
         if self.stored is None:
             return self

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Backward = Callable[..., tuple[Any, ...]]
-
 
 class Refusing(torch.autograd.Function):
     """Passes the first tensors on, tied to all that they depend on, and raises an error in place of a derivative."""
@@ -25,7 +23,7 @@ class Refusing(torch.autograd.Function):
         raise ctx.error
 
 
-def first_order(backward: Backward) -> Backward:
+def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Decorates the backward of an autograd function, as torch's `once_differentiable` does.
 
     That one ties its refusal to no input, so that `torch.autograd.grad` of a gradient skips it and returns derivatives

@@ -1,10 +1,8 @@
 """What a call may ask of each key/value head separately, and calls of some heads or rows, put together again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -97,14 +95,14 @@ class HeadRules:
             for window, first in zip(self.windows, self.sinks, strict=True)
         ]
 
-    def some(self, kv_heads: Sequence[int]) -> HeadRules:
+    def some(self, kv_heads: Sequence[int]) -> Self:
         """The rules of a few key/value heads."""
-        return HeadRules(
-            tuple(self.windows[head] for head in kv_heads),
-            tuple(self.sinks[head] for head in kv_heads),
-            tuple(self.precisions[head] for head in kv_heads),
-            None if self.key_mean is None else self.key_mean[list(kv_heads)],
-            self.until,
+        return replace(
+            self,
+            windows=tuple(self.windows[head] for head in kv_heads),
+            sinks=tuple(self.sinks[head] for head in kv_heads),
+            precisions=tuple(self.precisions[head] for head in kv_heads),
+            key_mean=None if self.key_mean is None else self.key_mean[list(kv_heads)],
         )
 
 

@@ -1,7 +1,5 @@
 """Runs of unequal lengths as one packed row of tokens, for kernels that walk it without any mask."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple

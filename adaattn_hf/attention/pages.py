@@ -1,9 +1,7 @@
 """One query per sequence over keys that lie in pages of a common cache, as engines for many requests keep them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,7 +29,7 @@ class Pages(MaskStructure):
     page: int
 
     @classmethod
-    def of(cls, table: Tensor, borders: Tensor, page: int, kv_len: int, window: int | None) -> Pages:
+    def of(cls, table: Tensor, borders: Tensor, page: int, kv_len: int, window: int | None) -> Self:
         """The structure of a step over `kv_len` keys of all pages together."""
         return cls(len(table), 1, kv_len, True, window=window, table=table, borders=borders, page=page)
 

@@ -1,11 +1,9 @@
 """Sequences of different lengths as runs of queries and keys, each aligned at its own end."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ class Runs(MaskStructure):
     """The place of each run's first query in its sequence, of which a cache may have dropped the first tokens."""
 
     @classmethod
-    def of(cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> Runs:
+    def of(cls, runs: Sequence[Segment], batch: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> Self:
         """The structure of some runs in a call of these extents."""
         documents = torch.zeros(1, kv_len, dtype=torch.int32, device="cpu")  # not read: the runs say it
         firsts = tuple(run.offset for run in runs)

@@ -1,7 +1,5 @@
 """Turns the rules of a `MaskStructure` into contiguous runs of queries and keys, on the host."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -54,7 +52,7 @@ def _document_runs(ids: Tensor) -> list[dict[int, Run]] | None:
     return runs
 
 
-def find_segments(structure: MaskStructure) -> tuple[Segment, ...] | None:
+def find_segments(structure: "MaskStructure") -> tuple[Segment, ...] | None:
     """The runs of a structure, ordered by batch row and query; None if padding or documents do not describe runs.
 
     A query that belongs to no run sees nothing. `MaskStructure.segments` knows of the rules that never do.

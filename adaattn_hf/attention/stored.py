@@ -9,8 +9,6 @@ along it. A token's scale depends only on that token. It is a positive 8-bit flo
 fraction, at least `peak / largest code`, and takes one byte besides the 64 or so that a head's codes take.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class StoredKV:
         """All fields by name, in their order."""
         return {name: getattr(self, name) for name in ("key_scale", "value_scale", "key_mean", "first_key")}
 
-    def of_heads(self, heads: Sequence[int]) -> StoredKV:
+    def of_heads(self, heads: Sequence[int]) -> "StoredKV":
         """The record of some key/value heads."""
         tensors = {name: tensor for name, tensor in self.tensors().items() if tensor is not None}
         return StoredKV(**{name: tensor[:, list(heads)].contiguous() for name, tensor in tensors.items()})

@@ -1,7 +1,5 @@
 """The flash-attn backends: of versions 2 and 3 `fa3_fwd` alone has run on a device; 4 compiles at the first call."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass, replace
 from functools import partial

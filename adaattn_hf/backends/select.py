@@ -4,14 +4,13 @@
 raises with its refusals.
 """
 
-import logging
 from contextlib import suppress
 
 import torch
 
 from ..attention.call import AttentionCall, AttentionResult
 from ..attention.kind import BIAS, COMPILING, DROPOUT, EMPTY, SINKS, SOFTCAP, SYMBOLIC, CallKind
-from ..errors import is_news, unknown
+from ..errors import is_news, logger, unknown
 from .base import Backend, Kernel, installed, zero_output
 from .eager import EagerBackend
 from .flash import FA2, FA3, FA3_FWD, Flash4Backend
@@ -19,8 +18,6 @@ from .native.backend import NativeBackend
 from .order import TRITON
 from .order import order as order
 from .sdpa import SdpaBackend
-
-logger = logging.getLogger("adaattn_hf")
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend

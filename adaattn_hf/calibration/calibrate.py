@@ -16,6 +16,7 @@ All randomness comes from one seed, so that with prices from a file the plan is 
 again differ in the last digits, which may decide between two choices of nearly equal price.
 """
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Sequence
@@ -241,7 +242,7 @@ def finished_plan(
         },
         "alpha": alpha.tolist(),
         "gates": asdict(gates),
-        "prices": measurement.table.digest,
+        "prices": hashlib.sha256(measurement.table.to_json().encode()).hexdigest(),
         "machine": measurement.table.machine,
         SOURCES: measurement.inputs.sources,
         "clusters": "documents where they count for eight of one size, stretches of text otherwise",

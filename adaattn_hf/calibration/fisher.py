@@ -8,7 +8,7 @@ Cross terms between rows are left out.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -38,53 +38,6 @@ def in_pieces(
             raise
     outputs, losses = zip(*(in_pieces(call, half, choices, tensors) for half in rows.chunk(2)), strict=True)
     return torch.cat(outputs, dim=2), torch.cat(losses, dim=2)
-
-
-@dataclass(eq=False)
-class _Recorder:
-    """Records the gradients and changes of one layer at a time, as layers are computed again on the way back."""
-
-    rows: Tensor  # as the next four, those of `measure`
-    choices: Sequence[Choice]
-    tensors: Mapping[int, LayerTensors]
-    labels: int
-    report: Callable[[int, Tensor, Tensor], None]
-    # of layers that are not reported yet: at the rows, by label so far, and what each choice changes and drops
-    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
-    changes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    label: int = 0  # which way back is under way, from 1 on; 0 on the way forward
-
-    def tap(self, module: nn.Module, call: AttentionCall) -> Tensor:
-        """Computes exact attention and hears its gradients; on the last way back, measures what choices change."""
-        index = layer_of(module, call)
-        if self.label == self.labels:
-            query, key, value = (one.detach() for one in (call.query, call.key, call.value))
-            bare, tensors = replace(call, query=query, key=key, value=value), self.tensors.get(index, LayerTensors())
-            outputs, dropped = in_pieces(bare, self.rows, [EXACT, *self.choices], tensors)
-            self.changes[index] = outputs[1:] - outputs[:1], dropped[1:]
-            self.complete(index)
-        out = exact_tap(module, call)
-        if not self.label:
-            if index in self.gradients:
-                raise ValueError(
-                    f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
-                )
-            self.gradients[index] = []
-            if out.requires_grad:
-                out.register_hook(partial(self.note, index))  # type: ignore[no-untyped-call]
-        return out
-
-    def note(self, index: int, gradient: Tensor) -> None:
-        """Takes the gradient of a layer's output for the next label."""
-        self.gradients[index].append(gradient[0, self.rows.to(gradient.device)].transpose(0, 1).float())
-        self.complete(index)
-
-    def complete(self, index: int) -> None:
-        """Reports a layer as soon as all is known; one that ends with its attention hears gradients before it runs."""
-        if len(self.gradients[index]) == self.labels and index in self.changes:
-            changes, dropped = self.changes.pop(index)
-            products = [(changes * one).sum(-1) for one in self.gradients.pop(index)]
-            self.report(index, torch.stack(products), dropped)
 
 
 @contextmanager
@@ -170,19 +123,52 @@ def measure(
     once for each layer, the last one first, with its index, the products g . do `[labels, choices, heads, rows]` and
     the dropped mass `[choices, heads, rows]`.
     """
-    recorder = _Recorder(rows, choices, tensors, labels, report)
-    with differentiable(arms.model), tapping(recorder.tap):
+    # of layers not reported yet: gradients at the rows, by label so far, and what each choice changes and drops
+    gradients, changes = dict[int, list[Tensor]](), dict[int, tuple[Tensor, Tensor]]()
+    label = 0  # which way back is under way, from 1 on; 0 on the way forward
+
+    def complete(index: int) -> None:
+        # as soon as all is known of a layer: one that ends with its attention hears gradients before it runs again
+        if len(gradients[index]) == labels and index in changes:
+            changed, dropped = changes.pop(index)
+            products = [(changed * one).sum(-1) for one in gradients.pop(index)]
+            report(index, torch.stack(products), dropped)
+
+    def note(index: int, gradient: Tensor) -> None:
+        gradients[index].append(gradient[0, rows.to(gradient.device)].transpose(0, 1).float())
+        complete(index)
+
+    def tap(module: nn.Module, call: AttentionCall) -> Tensor:
+        # exact attention, whose gradients are heard; on the last way back what choices change is measured
+        index = layer_of(module, call)
+        if label == labels:
+            query, key, value = (one.detach() for one in (call.query, call.key, call.value))
+            bare, of_layer = replace(call, query=query, key=key, value=value), tensors.get(index, LayerTensors())
+            outputs, dropped = in_pieces(bare, rows, [EXACT, *choices], of_layer)
+            changes[index] = outputs[1:] - outputs[:1], dropped[1:]
+            complete(index)
+        out = exact_tap(module, call)
+        if not label:
+            if index in gradients:
+                raise ValueError(
+                    f"layer {index} attends twice in one forward pass; plans serve one attention per layer"
+                )
+            gradients[index] = []
+            if out.requires_grad:
+                out.register_hook(partial(note, index))  # type: ignore[no-untyped-call]
+        return out
+
+    with differentiable(arms.model), tapping(tap):
         with recomputed(arms.layers):
             hidden = arms.hidden(window)
-        gradients = label_gradients(arms, hidden, generator, labels)
+        ways_back = label_gradients(arms, hidden, generator, labels)
         # a GPU's way back runs in a thread of its own, which would not hear the layers that are computed again
         with torch.autograd.set_multithreading_enabled(False):
-            for label, gradient in enumerate(gradients, 1):
-                recorder.label = label
+            for label, gradient in enumerate(ways_back, 1):
                 torch.autograd.backward(hidden, gradient, retain_graph=label < labels)
-    if recorder.gradients:
+    if gradients:
         raise ValueError(
-            f"model: no prediction depends on the attention of layers {sorted(recorder.gradients)}, expected that of "
+            f"model: no prediction depends on the attention of layers {sorted(gradients)}, expected that of "
             "every layer to count: risks of these would be 0; leave them out of the model"
         )
 

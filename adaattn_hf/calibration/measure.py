@@ -10,7 +10,7 @@ The result is a frozen `Measurement`, which choosing and verifying only read.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,7 @@ def _measurement(inputs: Inputs, prices: PriceTable | None) -> Measurement:
         lacking = ", ".join(choice.label for choice in offered if choice not in usable.choices)
         run.say(f"risks: those of {run.earlier.path}{lacking and f', which lack {lacking}'}")
     else:
-        run.say(forecast(inputs, layers).sentence(room_for(inputs.arms.model)))
+        run.say(memory_words(settings.lengths[-1], *forecast(inputs, layers), room_for(inputs.arms.model)))
     # a table that was given may be refused: before the risks, which take long, are measured
     table = None if prices is None else price_table(inputs, layers, prices)
     state = measure_risks(inputs, layers, identity)
@@ -233,33 +233,20 @@ def price_table(inputs: Inputs, layers: Layers, prices: PriceTable | None = None
     return table
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes at the peak of a calibration, on one of its longest sequences, of `length` tokens."""
-
-    length: int
-    weights: int
-    inputs: int  # what every layer is computed again from, and the gradients of its sampled rows
-    layer: int  # activations of one layer and their gradients
-    rows: int  # attention of the sampled rows, measured before there are gradients
-    logits: int  # a slice of the predictions of two models, compared while nothing else is held
-
-    @property
-    def total(self) -> int:
-        """The most that is held at once."""
-        return self.weights + max(self.inputs + max(self.layer, self.rows), self.logits)
-
-    def sentence(self, room: int | None) -> str:
-        """Returns the need in words, and the length that fits into `room` bytes, None where nobody knows how many."""
-        needed = f"memory: about {max(self.total / 1e9, 0.1):.1f} GB"
-        if room is None or self.total <= room:
-            return needed
-        fits = int(self.length * (room - self.weights) / (self.total - self.weights)) // PROBE * PROBE
-        return f"{needed}; the device has {room / 1e9:.1f} GB: --lengths {max(fits, PROBE)} would fit"
+def memory_words(length: int, weights: int, peak: int, room: int | None) -> str:
+    """Returns in words what `forecast` says of a length, and which one fits into `room` bytes, None if not known."""
+    needed = f"memory: about {max(peak / 1e9, 0.1):.1f} GB"
+    if room is None or peak <= room:
+        return needed
+    fits = int(length * (room - weights) / (peak - weights)) // PROBE * PROBE
+    return f"{needed}; the device has {room / 1e9:.1f} GB: --lengths {max(fits, PROBE)} would fit"
 
 
-def forecast(inputs: Inputs, layers: Layers) -> Need:
-    """Returns what the longest sequences of a calibration need, by what autograd keeps of a short one."""
+def forecast(inputs: Inputs, layers: Layers) -> tuple[int, int]:
+    """Returns the bytes of the weights, and those at the peak of a calibration, on one of its longest sequences.
+
+    They are told by what autograd keeps of a short one.
+    """
     arms, settings = inputs.arms, inputs.settings
     length = settings.lengths[-1]
     window = next_token(inputs.windows(inputs.samples[length]["risk"][0])[0].input_ids[:PROBE])
@@ -280,14 +267,13 @@ def forecast(inputs: Inputs, layers: Layers) -> Need:
     call, count = layers.calls[None][length], len(arms.layers)
     sampled = call.query.shape[1] * min(settings.rows, length) * 4  # bytes of an fp32 number for each row of each head
     gradients = settings.labels * sampled * call.value.shape[3]
-    return Need(
-        length,
-        weights,
-        inputs=int(longer * embedded.nbytes) * (count + settings.labels) + gradients * len(arms.attentions),
-        layer=int(2 * longer * kept / count),
-        rows=SCORES * sampled * length,
-        logits=PER_LOGIT * min(CHUNK, length) * arms.logits(hidden[:, :1].detach()).shape[-1],
-    )
+    # what every layer is computed again from, and the gradients of its sampled rows
+    held = int(longer * embedded.nbytes) * (count + settings.labels) + gradients * len(arms.attentions)
+    layer = int(2 * longer * kept / count)  # activations of one layer and their gradients
+    rows = SCORES * sampled * length  # attention of the sampled rows, measured before there are gradients
+    # a slice of the predictions of two models, compared while nothing else is held
+    logits = PER_LOGIT * min(CHUNK, length) * arms.logits(hidden[:, :1].detach()).shape[-1]
+    return weights, weights + max(held + max(layer, rows), logits)
 
 
 def room_for(model: nn.Module) -> int | None:

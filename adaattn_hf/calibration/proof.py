@@ -1,10 +1,9 @@
 """Judges plans by held-out text: paired loss, KL, likeliest tokens, needles and activation rate, in one judgement."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -48,7 +47,7 @@ class Evidence:
         scores: Sequence[TokenScores],
         needles: Sequence[tuple[bool, bool]] = (),
         apart: bool = False,
-    ) -> Evidence:
+    ) -> Self:
         """Returns what the scores of each sequence add up to."""
         sums, tokens = [float(one.delta[0].sum()) for one in scores], [one.nll.shape[1] for one in scores]
         whole = joined(scores)

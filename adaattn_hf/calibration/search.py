@@ -9,12 +9,10 @@ is for windows. There is one format for the whole model: heads in another format
 every layer and step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -163,7 +161,7 @@ class Way:
         """The cache's format."""
         return "model" if self.storage is None else self.storage.stored
 
-    def same(self, other: Way) -> bool:
+    def same(self, other: Self) -> bool:
         """Whether another way makes the same of every head and of the cache."""
         return self.stored == other.stored and np.array_equal(self.allocation.picks, other.allocation.picks)
 
@@ -204,7 +202,7 @@ class Candidate:
     budget: float | None = None  # the one that it was proven for, None if it is new
 
     @classmethod
-    def measured(cls, measurement: Measurement, way: Way, alpha: Array, budget: float | None = None) -> Candidate:
+    def measured(cls, measurement: Measurement, way: Way, alpha: Array, budget: float | None = None) -> Self:
         """Returns the candidate of a way, measured on calibration text; `alpha` is that of the one before."""
         lengths, picks, risk = measurement.inputs.settings.lengths, way.allocation.picks, way.allocation.risk
         losses, format_loss = {length: joint(measurement, picks, length) for length in lengths}, way.beside or {}

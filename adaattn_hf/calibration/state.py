@@ -1,14 +1,12 @@
 """Measured risks: saved after every sequence, so that an interrupted run can resume, and kept with the plan."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -124,7 +122,7 @@ class CalibrationState:
         )
 
     @classmethod
-    def read(cls, place: Path) -> CalibrationState:
+    def read(cls, place: Path) -> Self:
         """Reads the risks kept with a plan, which is given by its directory or its file; a ValueError if it cannot."""
         path = (place if place.is_dir() else place.parent) / RISKS_FILE
         if not path.is_file():
@@ -173,7 +171,7 @@ class CalibrationState:
             )
         return measured
 
-    def take(self, earlier: CalibrationState, choices: Sequence[str]) -> None:
+    def take(self, earlier: Self, choices: Sequence[str]) -> None:
         """Takes the risks of an earlier run, of choices that it measured."""
         places = [earlier.identity["choices"].index(label) for label in choices]
         for length in self.total:

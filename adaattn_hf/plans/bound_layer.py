@@ -1,11 +1,9 @@
 """A layer's plan joined with its calibrated tensors, ready to run."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -34,7 +32,7 @@ class LayerLaunch(NamedTuple):
     separate: tuple[tuple[Choice, tuple[int, ...]], ...]
 
 
-BOUND_LAYERS: WeakValueDictionary[int, BoundLayer] = WeakValueDictionary()
+BOUND_LAYERS: WeakValueDictionary[int, "BoundLayer"] = WeakValueDictionary()
 """The bound layers of this process by handle."""
 
 
@@ -92,11 +90,11 @@ class BoundLayer:
         self._some: dict[tuple[tuple[int, ...], bool], BoundLayer] = {}
         BOUND_LAYERS[self.handle] = self
 
-    def __reduce__(self) -> tuple[type[BoundLayer], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
         """Copies and pickles a layer without its handle and owner."""
-        return BoundLayer, (self.plan, self.tensors, self.max_length, self.local_heads, self.exact_steps, self.dtype)
+        return type(self), (self.plan, self.tensors, self.max_length, self.local_heads, self.exact_steps, self.dtype)
 
-    def of_call(self, kv_heads: int, q_len: int) -> BoundLayer | None:
+    def of_call(self, kv_heads: int, q_len: int) -> "BoundLayer | None":
         """Returns the layer for a call with so many key/value heads: this process's part under tensor parallelism.
 
         None for so few query rows that they are a decode step which the plan leaves exact. A plan for another number
@@ -112,13 +110,13 @@ class BoundLayer:
             )
         return None if self.exact_steps and q_len < MIN_PREFILL_ROWS else layer
 
-    def with_choices(self, choices: Iterable[Choice], heads: Sequence[int] | None = None) -> BoundLayer:
+    def with_choices(self, choices: Iterable[Choice], heads: Sequence[int] | None = None) -> Self:
         """Returns the layer with other choices, which are those of some key/value heads where `heads` names them."""
         tensors = self.tensors if heads is None else self.tensors.of_heads(heads)
         return replace(self, plan=replace(self.plan, choices=tuple(choices)), tensors=tensors)
 
     @property
-    def for_quantised_cache(self) -> BoundLayer:
+    def for_quantised_cache(self) -> "BoundLayer":
         """The layer for a quantised cache: windows stay, precisions are dropped, since operands are rounded already.
 
         A choice that needs unquantised keys is a ValueError.
@@ -133,7 +131,7 @@ class BoundLayer:
             )
         return self
 
-    def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> BoundLayer:
+    def of_heads(self, heads: tuple[int, ...], all_keys: bool = False) -> "BoundLayer":
         """Returns the layer with some key/value heads; with `all_keys` they read all keys that they are given."""
         part = self._some.get((heads, all_keys))
         if part is None:

@@ -1,7 +1,5 @@
 """The model card of a plan: what a directory or repository that holds it tells people, in Markdown."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
-def card(plan: Plan, repository: str) -> str:
+def card(plan: "Plan", repository: str) -> str:
     """Returns the card of a directory or repository that holds a plan: whose it is, and what was verified."""
     model = printable(str(plan.protocol.get(MODEL, plan.model_type)))
     lengths = ", ".join(f"{length:,}" for length in plan.lengths) or "none"

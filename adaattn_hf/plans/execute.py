@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.call import OPERANDS, AttentionCall, AttentionResult, empty_output
+from ..attention.call import NAMESPACE, OPERANDS, AttentionCall, AttentionResult, empty_output
 from ..attention.gradients import Refusing
 from ..attention.heads import joined_heads, some_heads, some_range
 from ..attention.infer import infer_structure, numbers_alone
@@ -222,14 +222,13 @@ def no_gradient(bound_layer: BoundLayer) -> str:
 
 
 # ---------------------------------------------------------------------- in traced graphs
-_NAMESPACE = __name__.partition(".")[0]
 # It asks the host: a CUDA graph must not hold it, which torch cannot be told before 2.9.
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}
 
 
 @torch.library.custom_op(
-    f"{_NAMESPACE}::planned",
+    f"{NAMESPACE}::planned",
     mutates_args=(),
     schema=f"({OPERANDS}, SymInt? own_window, SymInt layer, str? backend) -> Tensor",
     **_TAGS,

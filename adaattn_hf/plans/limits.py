@@ -6,11 +6,9 @@ Whoever judges a plan takes no limit from it. A calibration may be stricter than
 its model shows, and never looser: what it verified is believed at load.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from .record import GREATEST, PlanError, read_fields
 from .wording import allowed, at_most, in_nats, rise, share, signed_nats
@@ -175,11 +173,11 @@ class Gates:
     max_kl: float | None = None
 
     @classmethod
-    def loosest(cls, budget: float, dtype: str) -> Gates:
+    def loosest(cls, budget: float, dtype: str) -> Self:
         """Returns the limits of a budget that nobody may loosen, for a model of that dtype."""
         return cls(budget, needles=LOST, rounding=most_rounding(dtype), by_chance=True)
 
-    def with_flips(self, per_root_kl: float, stock: float) -> Gates:
+    def with_flips(self, per_root_kl: float, stock: float) -> Self:
         """Returns the gates with a limit on top-1 flips where the user set none.
 
         Both are flips per token: over the square root of the KL on this model, and between two stock implementations.
@@ -269,7 +267,7 @@ def words(proof: Verified, gates: Gates) -> str:
     )
 
 
-def unproven(plan: Plan) -> str | None:
+def unproven(plan: "Plan") -> str | None:
     """Returns why held-out text has not shown a plan good, or the format of its cache, None where it has."""
     proofs = [] if plan.is_exact else [("", plan.verified)]
     if plan.cache is not None and plan.cache[0] != "model":
@@ -288,7 +286,7 @@ def unproven(plan: Plan) -> str | None:
     return None
 
 
-def verdict_of(plan: Plan) -> str:
+def verdict_of(plan: "Plan") -> str:
     """Returns in words what held-out text has shown of a plan, by its figures and not by what it says of them."""
     reason = unproven(plan)
     if reason is not None:

@@ -9,7 +9,6 @@ than three times its 95th percentile in calibration is exact for the rest of the
 the monitor only warns, since a checkpointed backward pass must compute the same function again.
 """
 
-import logging
 import time
 from dataclasses import dataclass, field
 
@@ -18,12 +17,11 @@ from torch import Tensor
 
 from ..attention.call import AttentionCall
 from ..attention.tracing import in_backward
+from ..errors import logger
 from .bound_layer import BoundLayer
 from .choices import EXACT
 from .plan import Plan
 from .sampled import losses, one_run
-
-logger = logging.getLogger("adaattn_hf")
 
 ROW_SHARE = 1024
 """One row of so many is computed exactly in prefill: less than 0.1 % of the work of exact attention."""

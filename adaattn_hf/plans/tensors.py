@@ -1,9 +1,8 @@
 """Calibrated tensors of a layer: mean keys and the bases of score ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -19,10 +18,11 @@ class LayerTensors:
     query_basis: Mapping[int, Tensor] = field(default_factory=dict)
     key_basis: Mapping[int, Tensor] = field(default_factory=dict)
 
-    def of_heads(self, heads: Sequence[int]) -> LayerTensors:
+    def of_heads(self, heads: Sequence[int]) -> Self:
         """The tensors of some key/value heads."""
-        return LayerTensors(
-            None if self.key_mean is None else self.key_mean[list(heads)],
-            {index: self.query_basis[head] for index, head in enumerate(heads) if head in self.query_basis},
-            {index: self.key_basis[head] for index, head in enumerate(heads) if head in self.key_basis},
+        return replace(
+            self,
+            key_mean=None if self.key_mean is None else self.key_mean[list(heads)],
+            query_basis={index: self.query_basis[head] for index, head in enumerate(heads) if head in self.query_basis},
+            key_basis={index: self.key_basis[head] for index, head in enumerate(heads) if head in self.key_basis},
         )

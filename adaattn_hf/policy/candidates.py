@@ -3,10 +3,9 @@
 To first order the effects of combined parts add up, so risks are measured per part and prices per combination.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +28,10 @@ class Candidates:
     parts: tuple[Choice, ...]
     combine: NDArray[np.float64]
 
-    def among(self, labels: Sequence[str]) -> Candidates:
+    def among(self, labels: Sequence[str]) -> Self:
         """Returns those of some labels."""
         places = [place for place, choice in enumerate(self.choices) if choice.label in labels]
-        return Candidates(tuple(self.choices[place] for place in places), self.parts, self.combine[places])
+        return replace(self, choices=tuple(self.choices[place] for place in places), combine=self.combine[places])
 
 
 def known_families() -> tuple[str, ...]:

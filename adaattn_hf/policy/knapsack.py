@@ -7,11 +7,9 @@ It is a mixed-integer linear program, solved by HiGHS (`scipy.optimize.milp`) to
 The table of prices and risks is kept with a plan, so that a calibration can be solved again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +44,7 @@ class Launches:
     constant: Array
 
     @classmethod
-    def free(cls, units: int, choices: int) -> Launches:
+    def free(cls, units: int, choices: int) -> Self:
         """Returns launches that cost nothing: every unit stands for itself."""
         return cls(np.arange(units), np.zeros(choices, dtype=np.int64), np.zeros((0, units, choices)))
 
@@ -227,7 +225,7 @@ class SolverTable:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SolverTable:
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Reads a table written by `to_dict`; another one, or one whose shapes disagree, is a ValueError."""
         try:
             units = [(int(layer), int(head)) for layer, head in data["units"]]

@@ -4,14 +4,11 @@ A launch computes all heads of a layer that share a launch group. Its latency is
 fitted on this machine at a few lengths and interpolated linearly in log-log space between them.
 """
 
-from __future__ import annotations
-
-import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 _NO_TABLE = (
     "the prices file is not a table of prices of this version ({}); expected the keys launch_of, machine and prices: "
@@ -77,11 +74,6 @@ class PriceTable:
         """Returns the launches measured in a phase."""
         return {launch for row in self.prices[phase].values() for launch in row}
 
-    @property
-    def digest(self) -> str:
-        """Hash of the table as JSON, which a plan keeps."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
-
     def to_json(self) -> str:
         """Returns the table as JSON."""
         prices = {
@@ -94,7 +86,7 @@ class PriceTable:
         return json.dumps(words, indent=1, sort_keys=True) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> PriceTable:
+    def from_json(cls, text: str) -> Self:
         """Returns the table written by `to_json`; other text is a ValueError."""
         try:
             data: Any = json.loads(text)

@@ -7,8 +7,6 @@ usual error of their mean; where one outweighs the others, the residuals of the 
 Nielsen and Webb 2023, "Cluster-robust inference: A guide to empirical practice", J. Econometrics 232).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -46,10 +44,6 @@ class TokenScores:
     def delta(self) -> Float:
         """`[arms - 1, tokens]`, nll(arm) - nll(stock), nats."""
         return np.asarray(self.nll[1:] - self.nll[:1])
-
-    def ordered(self, order: NDArray[np.int64]) -> TokenScores:
-        """Returns the scores of these tokens, in this order."""
-        return TokenScores(*(getattr(self, field.name)[:, order] for field in fields(self)))
 
 
 def joined(parts: Sequence[TokenScores]) -> TokenScores:

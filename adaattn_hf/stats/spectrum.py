@@ -9,9 +9,8 @@ the Frobenius norm are
     Q (A^(-1/2) U_r) (U_r^T A^(1/2)) K^T
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,21 +25,20 @@ class Gram:
     key_sum: Tensor
     count: int
 
-    def __add__(self, other: Gram) -> Gram:
+    def __add__(self, other: Self) -> Self:
         """Returns the moments of both samples together."""
-        return Gram(
-            self.query + other.query, self.key + other.key, self.key_sum + other.key_sum, self.count + other.count
-        )
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return replace(self, **sums)
 
     @property
     def key_mean(self) -> Tensor:
         """Mean key `[…, head_dim]`."""
         return self.key_sum / max(self.count, 1)
 
-    def centred(self) -> Gram:
+    def centred(self) -> Self:
         """Returns the moments with the keys measured from their mean."""
         outer = self.key_sum[..., :, None] * self.key_sum[..., None, :] / max(self.count, 1)
-        return Gram(self.query, self.key - outer, torch.zeros_like(self.key_sum), self.count)
+        return replace(self, key=self.key - outer, key_sum=torch.zeros_like(self.key_sum))
 
 
 def gram(query: Tensor, key: Tensor) -> Gram:

@@ -18,20 +18,19 @@ from .grid import Cell
 Work = Callable[[], Any]
 
 
-class _Layer(nn.Module):
-    def __init__(self, cell: Cell, implementation: str) -> None:
-        super().__init__()
-        self.is_causal = cell.mask == "causal"
-        self.num_key_value_groups = cell.heads // cell.kv_heads
-        self.layer_idx = 0
-        self.config = transformers.LlamaConfig(
-            hidden_size=cell.heads * cell.head_dim,
-            num_attention_heads=cell.heads,
-            num_key_value_heads=cell.kv_heads,
-            num_hidden_layers=1,
-        )
-        self.config._attn_implementation = implementation
-        self.training = cell.gradient
+def _layer(cell: Cell, implementation: str) -> Any:
+    """A module with all that attention functions read of one."""
+    layer: Any = nn.Module()
+    layer.layer_idx, layer.training, layer.is_causal = 0, cell.gradient, cell.mask == "causal"
+    layer.num_key_value_groups = cell.heads // cell.kv_heads
+    layer.config = transformers.LlamaConfig(
+        hidden_size=cell.heads * cell.head_dim,
+        num_attention_heads=cell.heads,
+        num_key_value_heads=cell.kv_heads,
+        num_hidden_layers=1,
+    )
+    layer.config._attn_implementation = implementation
+    return layer
 
 
 def missing(implementation: str, device: torch.device) -> str | None:
@@ -65,7 +64,7 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
     scaling = cell.head_dim**-0.5
 
     def make(implementation: str) -> Work:
-        layer = _Layer(cell, implementation)
+        layer = _layer(cell, implementation)
         attend: Any = eager_attention_forward if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
 
         def work() -> Any:
@@ -87,7 +86,7 @@ def attention_works(cell: Cell, device: torch.device) -> Callable[[str], Work]:
 
 def structure_of(cell: Cell, device: torch.device) -> MaskStructure:
     """What each query of a cell may see."""
-    mask = _mask_maker(cell, device)("adaattn", _Layer(cell, "adaattn").config)
+    mask = _mask_maker(cell, device)("adaattn", _layer(cell, "adaattn").config)
     structure: MaskStructure = mask.structure
     return structure
 
@@ -95,9 +94,7 @@ def structure_of(cell: Cell, device: torch.device) -> MaskStructure:
 def _mask_maker(cell: Cell, device: torch.device) -> Callable[[str, Any], Any]:
     padding = padding_of(cell, device)
     function = _mask_function(cell, device)
-    offset: Any = 0
-    if cell.mask == "causal":
-        offset = cell.keys - cell.q_len
+    offset: Any = cell.keys - cell.q_len if cell.mask == "causal" else 0
     if cell.filled is not None:
         offset = torch.tensor(cell.filled - cell.q_len, dtype=torch.int64, device=device)
     plain = cell.window is None and cell.chunk is None and not cell.packed

@@ -1,7 +1,5 @@
 """What a cache keeps of a token, and what attention is told of it: numbers, or codes of 8 or 4 bits with scales."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaattn_hf.attention.call import head_dim_of
+from adaattn_hf.attention.call import NAMESPACE, head_dim_of
 from adaattn_hf.attention.kind import BITS
 from adaattn_hf.attention.stored import CHANNELS, FULL, StoredKV, direction_of, mean_of, quantise
 from adaattn_hf.backends.native import storing as native
@@ -305,7 +303,7 @@ def write(
 
 
 @torch.library.custom_op(
-    f"{__name__.partition('.')[0]}::store_tokens",
+    f"{NAMESPACE}::store_tokens",
     mutates_args=("key_codes", "key_scale", "value_codes", "value_scale", "held"),
     schema="(Tensor keys, Tensor values, Tensor(a!) key_codes, Tensor(b!) key_scale, Tensor(c!) value_codes, "
     "Tensor(d!) value_scale, Tensor? mean, Tensor? along, Tensor(e!) held, int? sinks, int? most) -> ()",

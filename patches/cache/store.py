@@ -5,12 +5,10 @@ room. Only when the room is used up is the past copied, into `growth` times the 
 `1 / (growth - 1)` copied tokens on average, whatever the length.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -39,7 +37,7 @@ class Room(NamedTuple):
     ring: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None) -> Room:
+    def of(cls, reserve: int = 0, growth: float = GROWTH, max_cache_len: int | None = None) -> Self:
         """As a user asks for it. ValueError for room that no tokens could be kept in."""
         if not isinstance(growth, (int, float)) or not growth > 1:
             raise ValueError(f"growth: got {growth!r}, expected a factor larger than 1, such as 1.25")

@@ -1,7 +1,5 @@
 """Calls that are not ordinary: masks and keywords with a meaning, listeners, autocast, traced graphs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +123,7 @@ def _read_mask(
     batch, heads, q_len, _ = q_shape
     kv_len = k_shape[2]
     if isinstance(attention_mask, StructuredMask):
-        structure = attention_mask.structure
-        if structure.batch != batch:
-            structure = structure.expanded(batch)
+        structure = attention_mask.structure.expanded(batch)
         if structure.q_len == q_len and structure.kv_len == kv_len:
             return structure, None
         # made for the first layer of a cache whose layers hold unequal numbers of tokens: it may hide nothing
@@ -194,7 +190,7 @@ def _with_keywords(
     return with_selected_keys(module, structure, heads, kwargs)
 
 
-def _by_plan(module: nn.Module, call: AttentionCall) -> BoundLayer | None:
+def _by_plan(module: nn.Module, call: AttentionCall) -> "BoundLayer | None":
     # what a module's plan does about a call, None where it is exact
     if not torch.compiler.is_compiling():
         from ..plans.bound import checked_layer

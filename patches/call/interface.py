@@ -5,8 +5,6 @@ between calls of one kind. Where a plan asks for several launches, it is cut by 
 listener, autocast, a keyword with a meaning) goes the long way, by `extended`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -202,7 +200,7 @@ def attend_ordinary(
     return None if bound_layer is None else attend_in_parts(bound_layer, call, backend)
 
 
-def attend_in_parts(bound_layer: BoundLayer, call: AttentionCall, backend: str | None) -> Tensor | None:
+def attend_in_parts(bound_layer: "BoundLayer", call: AttentionCall, backend: str | None) -> Tensor | None:
     """The same where a plan needs several launches; None over pages, and beside a mask that only the long way reads."""
     if call.structure.paged or call.structure.mask is not None:
         return None

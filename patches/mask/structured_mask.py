@@ -6,10 +6,8 @@ becomes a dense boolean tensor only when somebody computes with it. Calls of lik
 tensors, and with it all that was derived from it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,11 +57,11 @@ class StructuredMask:
         """Like `Tensor.size`."""
         return self.shape if index is None else self.shape[index]
 
-    def contiguous(self, *args: Any, **kwargs: Any) -> StructuredMask:
+    def contiguous(self, *args: Any, **kwargs: Any) -> Self:
         """Itself."""
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> StructuredMask:
+    def to(self, *args: Any, **kwargs: Any) -> "StructuredMask":
         """Moved to a device if one is named; a dtype is ignored, the mask stays boolean."""
         device = kwargs.get("device")
         for argument in args:

@@ -6,7 +6,6 @@ checked at the start of each pass: weights and buffers, the order of layers, the
 plan in the configuration. They only notice that something is another; then all is checked anew, and refused in words.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from adaattn_hf.attention.tracing import in_backward
-from adaattn_hf.errors import is_news
+from adaattn_hf.errors import is_news, logger
 from adaattn_hf.plans.bound_layer import BoundLayer
 from adaattn_hf.plans.execute import no_gradient
 from adaattn_hf.plans.plan import Plan
@@ -32,8 +31,6 @@ from .layers import attention_modules, running_model
 from .parts import parts
 from .slots import LAYER, PLAN, layer_of, within
 from .snapshot import Snapshot, facts_of, listen
-
-logger = logging.getLogger("adaattn_hf")
 
 UNBOUND = (
     "the model's configuration holds a plan, and attention is exact until somebody binds it to the model: "
@@ -283,8 +280,7 @@ def checked_layer(module: nn.Module) -> BoundLayer | None:
 
 def bound_plan(model: nn.Module) -> BoundPlan | None:
     """Returns the plan that is bound to a model, None where there is none."""
-    plans = (part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__)
-    return next(plans, None)
+    return next((part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__), None)
 
 
 def hooked_plans(trunk: nn.Module) -> Iterator[BoundPlan]:

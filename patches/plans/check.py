@@ -20,7 +20,7 @@ from adaattn_hf.plans.store import layer_tensors
 from adaattn_hf.plans.tensors import LayerTensors
 
 from ..models.positions import configs_of
-from .configured import refuse_other_configuration
+from .configured import computes_by, other_model, refuse_other_settings
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules
 from .parts import module_dtype
@@ -41,7 +41,9 @@ def configs_for(model: nn.Module, plan: Plan, unverified: bool) -> list[Any]:
     modules = dict(attention_modules(model, plan.model_type))
     configs = configs_of(modules.values())
     for config in configs or [getattr(model, "config", model)]:
-        refuse_other_configuration(plan, config)
+        if (words := other_model(plan, config)) is not None:
+            raise PlanError(f"plan: got {words}; give the plan of this model, or calibrate it")
+        refuse_other_settings(plan.configuration, computes_by(config))
         depth = getattr(config, "num_hidden_layers", None)
         if isinstance(depth, int) and plan.layers and plan.layers[-1].layer >= depth:
             raise PlanError(

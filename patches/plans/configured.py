@@ -55,18 +55,11 @@ def other_model(plan: Plan, config: Any) -> str | None:
     return None
 
 
-def refuse_other_configuration(plan: Plan, config: Any) -> None:
-    """Refuses (PlanError) the configuration of another model than a plan was verified for, or one with other settings.
-
-    Settings that only one of them has are those of another version, and are not compared.
-    """
-    if (words := other_model(plan, config)) is not None:
-        raise PlanError(f"plan: got {words}; give the plan of this model, or calibrate it")
-    refuse_other_settings(plan.configuration, computes_by(config))
-
-
 def refuse_other_settings(planned: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuses settings that differ from those of a plan by the same names (PlanError)."""
+    """Refuses settings that differ from those of a plan by the same names (PlanError).
+
+    Those that only one of them has are of another version, and are not compared.
+    """
     for name, value in planned.items():
         if name in settings and settings[name] != value:
             raise PlanError(

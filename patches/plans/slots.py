@@ -1,7 +1,5 @@
 """Where a bound plan lies: the part of each attention module on the module, and what a block runs in its place."""
 
-from __future__ import annotations
-
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +27,6 @@ def within(module: nn.Module, own: Any) -> Any:
     return own
 
 
-def layer_of(module: nn.Module) -> BoundLayer | None:
+def layer_of(module: nn.Module) -> "BoundLayer | None":
     """Returns an attention module's part of the plan that holds in this thread, None if it is exact."""
     return within(module, module.__dict__.get(LAYER))  # type: ignore[no-any-return]

@@ -1,13 +1,11 @@
 """What a planned model is, compared at the start of each pass: its weights, and the settings that attention reads."""
 
-from __future__ import annotations
-
 import re
 from copy import deepcopy
 from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -115,7 +113,7 @@ class Snapshot:
     def _unwritten(self) -> bool:
         return [*map(_version, self.counted)] == self.versions and [*map(_pointer, self.tensors)] == self.pointers
 
-    def covers(self, later: Snapshot) -> bool:
+    def covers(self, later: Self) -> bool:
         """Whether the weights of a later snapshot are these, so that they need not be read again.
 
         They may be in other containers, or a pipeline's stage of them. A stage keeps one run of them in their order. At

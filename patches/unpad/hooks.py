@@ -5,11 +5,8 @@ padded hidden states) and on the pooler. Nothing of the model or of Transformers
 `forward` a library calls itself.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -20,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from adaattn_hf.attention.tracing import tracing
+from adaattn_hf.errors import logger
 
 from ..models.cache_keyword import arguments_of, cache_keyword
 from . import packing
-
-logger = logging.getLogger("adaattn_hf")
 
 UNPADDED = "unpadded"
 # Suffixes of classes whose head treats every token alike; True if label t + 1 is scored at t.
@@ -37,7 +33,7 @@ _EVERY_TOKEN = ("ForTokenClassification", "ForQuestionAnswering")
 class _Frame:
     # a call of a hooked module that is under way, and the outputs that are padded already
     module: nn.Module
-    owner: Unpadding
+    owner: "Unpadding"
     layout: packing.PackedLayout | None = None
     blocked: str | None = None
     padded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -101,10 +97,8 @@ class Unpadding:
             behind.append(self.trunk.get_submodule("encoder"))
         elif isinstance(pooler, nn.Module):
             before.append(pooler)
-        for module in dict.fromkeys(before):
-            self._handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
-        for module in dict.fromkeys(behind):
-            self._handles.append(module.register_forward_hook(self.leave, always_call=True))
+        self._handles += [one.register_forward_pre_hook(self.enter, with_kwargs=True) for one in dict.fromkeys(before)]
+        self._handles += [one.register_forward_hook(self.leave, always_call=True) for one in dict.fromkeys(behind)]
 
     def remove(self) -> None:
         """Removes the hooks."""

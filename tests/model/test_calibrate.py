@@ -27,7 +27,7 @@ from adaattn_hf.calibration import proof as verify
 from adaattn_hf.calibration.calibrate import choose_and_verify, proven_candidates
 from adaattn_hf.calibration.inputs import Inputs
 from adaattn_hf.calibration.layers import Measurement, observe_layers
-from adaattn_hf.calibration.measure import forecast, measure
+from adaattn_hf.calibration.measure import forecast, measure, memory_words
 from adaattn_hf.calibration.search import Joint
 from adaattn_hf.calibration.settings import Calibration, CalibrationSettings
 from adaattn_hf.calibration.state import FILE, RISKS_FILE, CalibrationState
@@ -565,13 +565,13 @@ def test_the_peak_is_told_beforehand(text: list[Path]) -> None:
     model = lettered_llama(layers=6)
     inputs = open_inputs(model, encode, text, replace(SETTINGS, lengths=(512,)))
     layers = observe_layers(inputs)
-    need = forecast(inputs, layers)
+    weights, need = forecast(inputs, layers)
     held = _held(partial(forecast, inputs, layers))
     assert held[-1] < max(held) / 100, "what it looked at is let go"
     peak = _peak(partial(_measured, model, torch.tensor([inputs.samples[512]["risk"][0].tokens]), 48, 2))
-    assert 0.8 < (need.total - need.weights) / peak < 1.4, (need, peak)
-    assert need.sentence(None).startswith("memory: about ")
-    assert need.sentence(need.total - 1).endswith(": --lengths 256 would fit")
+    assert 0.8 < (need - weights) / peak < 1.4, (need, peak)
+    assert memory_words(512, weights, need, None).startswith("memory: about ")
+    assert memory_words(512, weights, need, need - 1).endswith(": --lengths 256 would fit")
 
 
 def test_samples_are_disjoint_and_depend_on_the_seed(text: list[Path]) -> None:

@@ -79,6 +79,4 @@ class NativeBackend(Backend):
             return traced
         from . import launch
 
-        if kind.needs_grad:
-            return launch.differentiated
-        return launch.kernel_of(kind, rules)
+        return launch.differentiated if kind.needs_grad else launch.kernel_of(kind, rules)

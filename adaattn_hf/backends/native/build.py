@@ -3,8 +3,6 @@
 Uses the standard library alone: the package's build loads it. To build again: `python -m adaattn_hf.backends.native`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -79,15 +79,12 @@ def kernel_of(kind: CallKind, rules: HeadRules | None) -> Kernel:
     return launch
 
 
-Groups = Sequence[tuple[tuple[int, ...], Rules]]
-"""Key/value heads that one call of the library serves, and what it asks for of them."""
-
-
 def groups_of(
     rules: HeadRules, dtype: torch.dtype, windows: Sequence[tuple[int | None, int]] | None = None
 ) -> list[tuple[tuple[int, ...], Rules]]:
     """The calls of the library for heads with rules of their own, whose queries have a dtype: one for each precision.
 
+    Each is the key/value heads that it serves, and what it asks for of them.
     Where `windows` (and sinks) of the heads are given, heads of a call have one in common, and it asks for none.
     """
     heads_by_rule: dict[tuple[str, Any], list[int]] = {}
@@ -107,7 +104,7 @@ def groups_of(
     return groups
 
 
-def by_groups(call: AttentionCall, groups: Groups, masked: bool) -> AttentionResult:
+def by_groups(call: AttentionCall, groups: Sequence[tuple[tuple[int, ...], Rules]], masked: bool) -> AttentionResult:
     """Any call whose heads have rules of their own.
 
     Where a mask says what queries see, or sinks count from elsewhere than where runs begin (`masked`), each head's

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention.call import OPERANDS, AttentionCall, AttentionResult, empty_output
+from ...attention.call import NAMESPACE, OPERANDS, AttentionCall, AttentionResult, empty_output
 from ..base import zero_output
-
-# Operators live under the name of the package that holds this file: copies of it may be loaded beside one another.
-_NAMESPACE = __name__.partition(".")[0]
 
 
 def _call(inputs: Sequence[Any]) -> AttentionCall:
@@ -24,7 +21,7 @@ def _call(inputs: Sequence[Any]) -> AttentionCall:
     return call
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::native_attend", mutates_args=(), schema=f"({OPERANDS}) -> (Tensor, Tensor)")
+@torch.library.custom_op(f"{NAMESPACE}::native_attend", mutates_args=(), schema=f"({OPERANDS}) -> (Tensor, Tensor)")
 def attend_op(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in a traced graph."""
     from .launch import computed
@@ -41,7 +38,7 @@ def _attend_fake(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    f"{_NAMESPACE}::native_attend_backward",
+    f"{NAMESPACE}::native_attend_backward",
     mutates_args=(),
     schema=f"(bool need_bias, Tensor grad, Tensor out, Tensor lse, {OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )

@@ -1,7 +1,5 @@
 """Calls with a mask, of any structure: whole, or in bands of queries, each against the keys that it may see."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ FlashAttention-2's backward pass (Dao 2023): weights are computed again from the
 queries of a block of keys, another the keys of a block of queries, so that nothing is added up in an order that varies.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

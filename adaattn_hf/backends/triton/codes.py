@@ -10,8 +10,6 @@
 * Each warp reads its own keys, so that no warp waits for another before the end.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

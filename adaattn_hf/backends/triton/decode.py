@@ -5,8 +5,6 @@ sinks and the window as one contiguous range. The last program to finish merges 
 step is one launch.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Below the kernel stands its launch, and on Hopper that of the one in `specialised`: with which constants and work tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -5,25 +5,20 @@ then: the host cannot look at it, but the kernel can. Registered when the packag
 kernels are imported when it first runs.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...attention.call import OPERANDS, AttentionCall, empty_output, head_dim_of
+from ...attention.call import NAMESPACE, OPERANDS, AttentionCall, empty_output, head_dim_of
 from ...attention.kind import BITS, format_of
 
 if TYPE_CHECKING:
     from ...attention.heads import HeadWindows
 
-# Operators live under the name of the package that holds this file: several copies of it may be loaded.
-_NAMESPACE = __name__.partition(".")[0]
-
 
 @torch.library.custom_op(
-    f"{_NAMESPACE}::triton_step",
+    f"{NAMESPACE}::triton_step",
     mutates_args=(),
     schema=f"({OPERANDS}, int[]? windows, SymInt? until) -> Tensor",
 )
@@ -49,7 +44,7 @@ step_op.register_fake(empty_output)
 
 
 @torch.compiler.assume_constant_result
-def _make_window_table(windows: HeadWindows, device: torch.device) -> bool:
+def _make_window_table(windows: "HeadWindows", device: torch.device) -> bool:
     """Makes the table of windows while the graph is traced: in its memory it must not lie."""
     from .tables import window_table
 

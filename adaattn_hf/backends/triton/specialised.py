@@ -1,7 +1,5 @@
 """Warp-specialised (producer/consumer) attention of a block of queries on Hopper; rules and results of `forward`."""
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

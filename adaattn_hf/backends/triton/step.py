@@ -1,7 +1,5 @@
 """The launch of one query per sequence (decode): split-K over its keys, padding and offsets read on the device."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Hashable

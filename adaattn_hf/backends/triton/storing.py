@@ -1,7 +1,5 @@
 """Rounds tokens on their way into a quantised cache on a CUDA device: one kernel for what torch does in dozens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

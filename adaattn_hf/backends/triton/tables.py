@@ -1,7 +1,5 @@
 """Work tables of the launches, made on the device: runs are cut into blocks, blocks put in order of their work, dealt out."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter

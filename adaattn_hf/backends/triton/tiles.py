@@ -19,8 +19,6 @@ Names in all kernels:
 | `BLOCK_M`, `BLOCK_N` | queries and keys of a tile |
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -5,8 +5,6 @@ each, multiply: the scores of a tile are begun before the values of the one befo
 while exponentials are taken (FlashAttention-3's forward; Shah et al. 2024, sections 3.1 and 3.2).
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

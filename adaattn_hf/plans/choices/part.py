@@ -6,13 +6,11 @@ outside this directory branches on the kind of a part. A new kind is one file wi
 `register`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor
 
@@ -116,7 +114,7 @@ class Part(ABC):
 
     @classmethod
     @abstractmethod
-    def candidates(cls, setting: Setting) -> Sequence[Part]:
+    def candidates(cls, setting: Setting) -> Sequence[Self]:
         """Returns the parts to consider in a setting, in the order in which tables show them."""
 
 
@@ -193,8 +191,7 @@ def all_keys() -> list[type[Keys]]:
 
 def all_operands() -> list[type[Operands]]:
     """Returns every kind of part that changes operands, in the order in which they are applied."""
-    kinds = [kind for kind in KINDS.values() if issubclass(kind, Operands)]
-    return sorted(kinds, key=lambda kind: kind.order)
+    return sorted((kind for kind in KINDS.values() if issubclass(kind, Operands)), key=lambda kind: kind.order)
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ class Choice:
     operands: tuple[Operands, ...] = ()
 
     @classmethod
-    def of(cls, *parts: Part) -> Choice:
+    def of(cls, *parts: Part) -> Self:
         """Returns the choice of these parts. Raises PlanError if two are of one aspect."""
         aspects = [part.aspect for part in parts]
         if len(set(aspects)) < len(aspects):
@@ -268,9 +265,7 @@ class Choice:
 
     def changed_rows(self, first: int, stop: int, kv_len: int, causal: bool) -> int:
         """Returns how many of these rows are not computed exactly."""
-        if self.operands:
-            return max(stop - first, 0)
-        return self.rows_with_fewer_keys(first, stop, kv_len, causal)
+        return max(stop - first, 0) if self.operands else self.rows_with_fewer_keys(first, stop, kv_len, causal)
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -278,17 +273,17 @@ class Choice:
         rule = self.head_rule(decode=True) or {}
         return (rule["window"], rule["sinks"]) if rule.get("window") else None
 
-    def beside_window(self, window: int | None) -> Choice:
+    def beside_window(self, window: int | None) -> Self:
         """Returns the choice for layers with a window of their own, without keys parts that change nothing there."""
         if window is None or self.keys is None or not self.keys.idle_beside(window):
             return self
-        return Choice(None, self.operands)
+        return replace(self, keys=None)
 
-    def for_quantised_cache(self) -> Choice | None:
+    def for_quantised_cache(self) -> Self | None:
         """Returns the choice for a quantised cache, None if a part of it needs unquantised keys."""
         if any(part.for_quantised_cache == "refused" for part in self.parts):
             return None
-        return Choice.of(*(part for part in self.parts if part.for_quantised_cache == "kept"))
+        return self.of(*(part for part in self.parts if part.for_quantised_cache == "kept"))
 
     # ------------------------------------------------------------------ what it computes
     def running(self, call: AttentionCall, heads: Sequence[int], layer: LayerTensors) -> AttentionCall:
@@ -329,7 +324,7 @@ class Choice:
         return data
 
     @classmethod
-    def from_dict(cls, data: Any) -> Choice:
+    def from_dict(cls, data: Any) -> Self:
         """Returns the choice written by `to_dict`; PlanError for an unknown kind or key, or a value out of range."""
         if not isinstance(data, Mapping):
             raise PlanError(f"got {type(data).__name__}, expected a mapping of Choice fields")

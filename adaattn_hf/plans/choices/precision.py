@@ -1,10 +1,8 @@
 """A precision: products in bfloat16 or int8."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,9 +62,7 @@ class Precision(Operands):
 
     def tensors(self, layer: LayerTensors, head: int) -> Mapping[str, Tensor]:
         """The layer's mean keys, where keys are smoothed."""
-        if self.precision != "int8" or layer.key_mean is None:
-            return {}
-        return {"key_mean": layer.key_mean}
+        return {} if self.precision != "int8" or layer.key_mean is None else {"key_mean": layer.key_mean}
 
     def misfit(self, layer: LayerTensors, head: int, kv_heads: int, head_dim: int | None) -> str | None:
         """Mean keys `[num_kv_heads, head_dim]`, where there are any."""
@@ -96,7 +92,7 @@ class Precision(Operands):
         return replace(call, query=query, key=key, value=value, bias=bias)
 
     @classmethod
-    def candidates(cls, setting: Setting) -> Sequence[Precision]:
+    def candidates(cls, setting: Setting) -> Sequence[Self]:
         """Bfloat16 for float32 models alone, int8 for all."""
         useful = ("bf16", "int8") if setting.dtype == "float32" else ("int8",)
         return [cls(name) for name in useful if name in setting.families]

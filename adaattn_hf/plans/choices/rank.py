@@ -1,10 +1,8 @@
 """A score rank: queries and keys in the few columns that keep most of the scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Self
 
 import torch
 from torch import Tensor
@@ -94,7 +92,7 @@ class Rank(Operands):
         return LayerTensors()
 
     @classmethod
-    def candidates(cls, setting: Setting) -> Sequence[Rank]:
+    def candidates(cls, setting: Setting) -> Sequence[Self]:
         """A half and three quarters of the head size, where that is a multiple of 16."""
         ranks = sorted({setting.head_dim // 2, setting.head_dim * 3 // 4})
         return [cls(rank) for rank in ranks if rank >= 16 and rank % 16 == 0]

@@ -1,10 +1,8 @@
 """A window: each row keeps the last keys before it and the first of its sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from ...attention.call import AttentionCall
 from ...attention.structure import MaskStructure
@@ -76,7 +74,7 @@ class Window(Keys):
         return self.window >= window
 
     @classmethod
-    def candidates(cls, setting: Setting) -> Sequence[Window]:
+    def candidates(cls, setting: Setting) -> Sequence[Self]:
         """Windows that leave out enough of the scores to save more than their launch costs.
 
         A causal window of five eighths of the sequence leaves out a seventh, one that looks both ways of three eighths
