@@ -301,8 +301,7 @@ def known_implementations() -> list[str]:
 
 def _refuse_impossible(implementation: str | None) -> None:
     """Refuses a backend that can serve nothing here (ModelUnavailable); Transformers would not say why."""
-    forced = NAMES.get(implementation or "")
-    if forced is not None:
+    if (forced := NAMES.get(implementation or "")) is not None:
         try:
             check_may_run_here(forced)
         except BackendRefusal as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationMixin
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache
 
 from adaattn_hf.attention.tracing import tracing
 
@@ -52,8 +52,7 @@ def _give_cache(
             return None
         empty = DynamicCache(config=module.config.get_text_config(decoder=True))
         return (), {**arguments, str(cache_keyword(signature)): convert_layers(empty, stored, None, planned)}
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
+    cache = getattr(cache, "self_attention_cache", cache)
     if type(cache) is DynamicCache and not holds_tokens(cache):
         convert_layers(cache, stored, None, planned)
     return None

@@ -250,12 +250,17 @@ class StoredTensor:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         raise TypeError(f"cache: .{name} was asked of stored keys or values; {_REMEDY}")
 
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError(f"cache: a slice was asked of stored keys or values; {_REMEDY}")
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError(f"cache: {getattr(func, '__name__', func)} was called with stored keys or values; {_REMEDY}")
+
+    def _calculated(self, *_: Any) -> Any:
+        raise TypeError(f"cache: a slice, a length or an operator was asked of stored keys or values; {_REMEDY}")
+
+    # Python looks for these on the class, and without them would compare two stand-ins instead of their numbers
+    __getitem__ = __setitem__ = __len__ = __bool__ = __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = _calculated
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __neg__ = __radd__ = __rsub__ = __rmul__ = _calculated
+    __hash__ = object.__hash__
 
 
 # ---------------- rounding, by one call of a kernel where one serves the tokens, else by torch

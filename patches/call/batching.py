@@ -213,8 +213,7 @@ def _updated(cache: Any, key: Tensor, value: Tensor, module: Any, kwargs: dict[s
     if "kwargs" in inspect.signature(cache.update).parameters:  # from 5.19 on; it selects the layer's lengths, too
         key, value = cache.update(**new, kwargs=kwargs)
         return key, value
-    table = kwargs.get("block_table")
-    if table is not None:
+    if (table := kwargs.get("block_table")) is not None:
         if hasattr(cache, "get_cache_for_block_table"):  # 5.18
             group, *cached = cache.get_cache_for_block_table(module.layer_idx)
         else:

@@ -30,8 +30,7 @@ def read_pattern(function: Callable[..., Any]) -> MaskFields | None:
 
     In a traced graph closures cannot be read; there only the two bare functions are recognised.
     """
-    bare = causality(function)
-    if bare is not None:
+    if (bare := causality(function)) is not None:
         return {"causal": bare}
     if torch.compiler.is_compiling() or getattr(function, "__module__", None) != masking_utils.__name__:
         return None

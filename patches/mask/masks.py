@@ -58,8 +58,7 @@ def adaattn_mask(
     key = None
     if bare and not transient():
         key = (type(config), causal, batch_size, q_length, kv_length, q_offset, kv_offset)
-        shared = recall(key)
-        if shared is not None:
+        if (shared := recall(key)) is not None:
             return StructuredMask(shared, mask_device)
     family = family_of(config)
     if config is not None and (reason := refusal_of(type(config))) is not None:

@@ -98,8 +98,7 @@ def check(model: Holder | PreTrainedConfig) -> None:
     root = model_in(model)
     refuse_no_model(root, PreTrainedConfig)
     for config in _configs(root):
-        reason = refusal_of(type(config))
-        if reason is not None:
+        if (reason := refusal_of(type(config))) is not None:
             raise UnsupportedModel(reason)
         name = str(config._attn_implementation)
         forced = name.removeprefix("adaattn_") if name.startswith("adaattn_") else settings_in(config).backend

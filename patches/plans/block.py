@@ -15,7 +15,7 @@ from adaattn_hf.plans.plan import Plan, PlanError
 from ..models.support import Holder, model_in, refuse_other_attention
 from .bound import BoundPlan, hooked_plans
 from .hashes import base_of
-from .slots import BLOCKS, PLAN, instead, instead_of
+from .slots import BLOCKS, PLAN, instead_of
 
 MAX_CHECKED_PLANS = 8
 """Plans per model whose checks are remembered, the newest ones: their hooks stay on."""
@@ -61,27 +61,29 @@ def use_plan(model: Holder, plan: Plan | str | Path | None, *, unverified: bool 
         bound = _bound(inner, trunk, Plan.from_pretrained(plan), unverified)
         modules |= {**bound.layers, trunk: bound}
     marked = (trunk, *modules)
-    with _lock:
+    # a block that nobody closes ends with the interpreter, which has taken this module's names away by then
+    lock, plans_of_blocks, mark = _lock, instead_of, BLOCKS
+    with lock:
         # compiled graphs see by a mark that a block is open in some thread; the last block removes it
-        blocks = trunk.__dict__.get(BLOCKS) or Blocks()
+        blocks = trunk.__dict__.get(mark) or Blocks()
         blocks.open += 1
         for module in marked:
-            module.__dict__[BLOCKS] = blocks
-    opened = instead_of.set((*filter(None, instead()), modules))
+            module.__dict__[mark] = blocks
+    opened = plans_of_blocks.set((*filter(None, plans_of_blocks.get()), modules))
     try:
         yield
     finally:
         # generators may end their blocks in another order
-        rest = tuple(block for block in instead() if block is not modules)
+        rest = tuple(block for block in plans_of_blocks.get() if block is not modules)
         try:
-            instead_of.reset(opened)
+            plans_of_blocks.reset(opened)
         except ValueError:  # from another thread or task, as a collector of garbage may: it is over in all of them
             modules.clear()
-        instead_of.set(rest)
-        with _lock:
+        plans_of_blocks.set(rest)
+        with lock:
             blocks.open -= 1
             for module in marked if not blocks.open else ():
-                module.__dict__.pop(BLOCKS, None)
+                module.__dict__.pop(mark, None)
 
 
 def _bound(model: nn.Module, trunk: nn.Module, plan: Plan, unverified: bool) -> BoundPlan:

@@ -85,8 +85,7 @@ def bound_layer_for(
         head_dim = config.hidden_size // config.num_attention_heads
     for head, choice in enumerate(layer.choices):
         for part in choice.parts:
-            wrong = part.misfit(tensors, head, len(layer.choices), head_dim)
-            if wrong is not None:
+            if (wrong := part.misfit(tensors, head, len(layer.choices), head_dim)) is not None:
                 raise PlanError(f"plan of layer {layer.layer}: {wrong}; calibrate again")
     local_heads = _own_heads(module, layer.layer, len(layer.choices), head_dim)
     return BoundLayer(layer, tensors, plan.max_length, local_heads, plan.exact_steps, plan.dtype, owner)

@@ -29,6 +29,8 @@ _SIZES = frozenset((
     "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size",
 ))  # fmt: skip
 """Settings of which no model has two values: where one of them differs, it is another model."""
+_DEPTHS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+"""What families call their number of layers."""
 
 
 def computes_by(config: Any) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def refuse_other_settings(planned: Mapping[str, Any], settings: Mapping[str, Any
         if name in settings and settings[name] != value:
             raise PlanError(
                 f"{name}: the plan was verified for a model with {value!r:.300}, this one has {settings[name]!r:.300}; "
-                f"undo that change{' (assistant_early_exit?)' * (name == 'num_hidden_layers')}, or calibrate again"
+                f"undo that change{' (assistant_early_exit?)' * (name in _DEPTHS)}, or calibrate again"
             )
 
 

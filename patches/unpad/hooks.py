@@ -135,9 +135,8 @@ class Unpadding:
             frame.blocked = blocked
             if blocked or not self.token_wise or not whole:
                 return None
-        layout = packing.read_layout(arguments, self.config, self.pools, self.least)
-        if not isinstance(layout, str):
-            layout = blocked or layout
+        found = packing.read_layout(arguments, self.config, self.pools, self.least)
+        layout = found if isinstance(found, str) else blocked or found
         if isinstance(layout, str):
             if not at_trunk:
                 return None

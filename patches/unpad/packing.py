@@ -99,8 +99,9 @@ class PackedPrefill(Cache):
         """Stores `[1, heads, tokens, head_dim]` in padded form and returns it unchanged."""
         if self.target is not None:
             keys, values = (self.layout.pad(new.transpose(1, 2)).transpose(1, 2) for new in (key_states, value_states))
-            self.target.update(keys, values, layer_idx, *args, **kwargs)
-            layer: Any = self.target.layers[layer_idx]
+            target: Any = getattr(self.target, "self_attention_cache", self.target)  # of an encoder-decoder's two
+            target.update(keys, values, layer_idx, *args, **kwargs)
+            layer = target.layers[layer_idx]
             if getattr(layer, "spans", None):  # streaming heads need to know where each row begins
                 layer.read(self.layout.starts)
         return key_states, value_states

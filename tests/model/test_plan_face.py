@@ -14,7 +14,7 @@ from adaattn_hf.plans.store import remember_tensors
 
 from ..support.choices import make_choice
 from ..support.models import assert_same, fresh_pair, tokens
-from ..support.plans import plan_for
+from ..support.plans import give, plan_for
 
 
 def planned_pair() -> tuple[Any, Any, Plan]:
@@ -75,8 +75,11 @@ def test_a_file_that_is_no_plan_is_named(tmp_path: Path) -> None:
 
 def test_a_plan_of_another_kind_of_model_names_both_and_an_early_exit_names_the_layers() -> None:
     _, ours, plan = planned_pair()
-    with pytest.raises(PlanError, match=r"num_hidden_layers: .* with 2, this one has 1; .* \(assistant_early_exit\?\)"):
-        ours.generate(tokens(1), max_new_tokens=2, do_sample=False, assistant_early_exit=1)
+    gpt2 = fresh_pair("gpt2").ours
+    give(gpt2, make_choice("window", window=2))
+    for model, name in ((ours, "num_hidden_layers"), (gpt2, "n_layer")):
+        with pytest.raises(PlanError, match=rf"{name}: .* with 2, this one has 1; .* \(assistant_early_exit\?\)"):
+            model.generate(tokens(1), max_new_tokens=2, do_sample=False, assistant_early_exit=1)
     with pytest.raises(PlanError, match=r"a plan of llama; \S+ is another model \(model type llama there, gpt2 here\)"):
         load_plan(fresh_pair("gpt2").ours, plan)
 

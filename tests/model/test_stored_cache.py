@@ -263,7 +263,7 @@ def test_whoever_computes_with_the_codes_is_told_what_to_do() -> None:
         assert isinstance(carrier, StoredTensor)
         assert carrier.shape == keys.shape
         computed: Any = (lambda it: torch.cat([it, keys]), lambda it: it.transpose(1, 2), lambda it: it[:, :1])
-        for compute in computed:
+        for compute in (*computed, lambda it: it == it, lambda it: it * 2, lambda it: 2 * it, len, bool):
             with pytest.raises(TypeError, match="a quantised cache holds codes, not numbers"):
                 compute(carrier)
 

@@ -292,18 +292,21 @@ def test_autocast_and_half_precision() -> None:
 
 # ---------------------------------------------------------------- caches and generation
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2 in two", "mistral-window"])
 def test_a_prompt_fills_the_cache_as_stock_does(name: str, side: str) -> None:
-    stock, ours = made(name)
+    stock, ours = made(name.removesuffix(" in two"))
     mask = padding(side)
     more = torch.cat([mask, torch.ones(BATCH, 1, dtype=mask.dtype)], dim=1)
     positions = (more.cumsum(1) - 1).clamp(min=0)
     results = []
     for model in (stock, ours):
         with torch.no_grad():
-            first = model(tokens(), attention_mask=mask, position_ids=positions[:, :-1], use_cache=True)
-            cache = first.past_key_values
+            given = tf.EncoderDecoderCache(DynamicCache(), DynamicCache()) if "two" in name else None
+            where = dict(attention_mask=mask, position_ids=positions[:, :-1], past_key_values=given)
+            first = model(tokens(), use_cache=True, **where)
+            cache = first.past_key_values if given is None else given.self_attention_cache
             assert isinstance(cache, DynamicCache)
+            assert given in (None, first.past_key_values)
             assert cache.get_seq_length() == LENGTH
             second = model(tokens(length=1), attention_mask=more, position_ids=positions[:, -1:], past_key_values=cache)
         results.append((first.logits, second.logits, [layer.keys for layer in cache.layers]))

@@ -3,6 +3,8 @@
 import asyncio
 import copy
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -228,6 +230,19 @@ def test_a_step_outside_of_a_graph_knows_the_windows_of_its_layers() -> None:
             model(tokens()[:, :10], past_key_values=cache)
             found.append(step(tokens()[:, 10:], past_key_values=cache).logits)
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_block_that_is_never_closed_ends_with_the_interpreter_without_a_word() -> None:
+    code = """
+import adaattn_hf, transformers
+from adaattn_hf.eval.demo import demo_model_path as path
+model = transformers.AutoModelForCausalLM.from_pretrained(path("llama"), attn_implementation="adaattn")
+model.kept = lambda: block
+block = adaattn_hf.use_plan(model, None)
+block.__enter__()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Exception ignored" not in done.stderr, done.stderr
 
 
 def test_what_was_checked_dies_with_the_model() -> None:
