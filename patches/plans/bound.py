@@ -285,8 +285,7 @@ def checked_layer(module: nn.Module) -> BoundLayer | None:
 
 def bound_plan(model: nn.Module) -> BoundPlan | None:
     """Returns the plan that is bound to a model, None where there is none."""
-    plans = (part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__)
-    return next(plans, None)
+    return next((part.__dict__[PLAN] for part in model.modules() if PLAN in part.__dict__), None)
 
 
 def hooked_plans(trunk: nn.Module) -> Iterator[BoundPlan]:

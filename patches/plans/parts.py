@@ -31,8 +31,7 @@ class Part(NamedTuple):
     @property
     def weights(self) -> dict[str, Tensor]:
         """Its parameters and the buffers that are saved with it."""
-        parameters = self.module._parameters
-        return {name: weight for name, weight in parameters.items() if weight is not None} | self.buffers
+        return {name: weight for name, weight in self.module._parameters.items() if weight is not None} | self.buffers
 
     @property
     def steady(self) -> dict[str, Tensor]:

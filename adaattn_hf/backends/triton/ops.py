@@ -23,9 +23,7 @@ _NAMESPACE = __name__.partition(".")[0]
 
 
 @torch.library.custom_op(
-    f"{_NAMESPACE}::triton_step",
-    mutates_args=(),
-    schema=f"({OPERANDS}, int[]? windows, SymInt? until) -> Tensor",
+    f"{_NAMESPACE}::triton_step", mutates_args=(), schema=f"({OPERANDS}, int[]? windows, SymInt? until) -> Tensor"
 )
 def step_op(*inputs: Any) -> Tensor:
     """One query per sequence, `[batch, 1, heads, head_dim_v]`.
