@@ -340,10 +340,9 @@ def test_settings_wait_between_clearing_buffers_and_filling_them(
     """On CUDA the engine does the one on a stream that the other does not wait for, and again behind warming up."""
     _, ours = fresh_pair(name)
     order: list[str] = []
-    again = "persistent_manager" in manager
+    again = "persistent_manager" in manager  # and steps are padded, as where they are captured
     monkeypatch.setattr(batching, "_wait_for_stream", lambda: order.append("wait"))
-    padded = property(lambda _: again, lambda *_: None)  # as where steps are captured
-    monkeypatch.setattr(ModelRunner, "pad_inputs", padded, raising=False)
+    monkeypatch.setattr(ModelRunner, "pad_inputs", property(lambda _: again, lambda *_: None), raising=False)
 
     def noted(buffers: Any, step: str, done: Any, *given: Any, **named: Any) -> None:
         order.append(step)
