@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 from transformers.generation.continuous_batching.initialization import decide_use_async_batching
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs as Buffers
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import adaattn_hf
@@ -350,8 +350,7 @@ def test_settings_wait_between_clearing_buffers_and_filling_them(
         order.append(step)
 
     for method, step in {"__init__": "clear", "reset": "clear", "prepare_batch_tensors": "fill"}.items():
-        instead = partialmethod(noted, step, getattr(ContinuousBatchingIOs, method))
-        monkeypatch.setattr(ContinuousBatchingIOs, method, instead)
+        monkeypatch.setattr(Buffers, method, partialmethod(noted, step, getattr(Buffers, method)))
     with adaattn_hf.continuous_batching(ours) as engine:
         engine.q_padding_interval_size = engine.kv_padding_interval_size = 1
         for prompts in (PROMPTS[:1], PROMPTS[:2], [[5]])[: 1 + 2 * again]:
