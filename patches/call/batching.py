@@ -39,6 +39,8 @@ from .refusals import IGNORED_KEYWORDS, check_untransformed, refuse_unknown
 Part = tuple[slice | Tensor, Runs]
 """Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
 _SUMS, _PAGES = "_adaattn_sums", "_adaattn_pages"
+_ASKED_IN_BETWEEN = "cuda_graph_booleans", "q_padding_interval_size", "max_requests_per_batch"
+"""One when buffers are new; where steps are captured, one before those of prompts and one before others."""
 _DECLARED = PagedAttentionArgs.__annotations__.keys() | {"k_cache", "v_cache"}  # by the cache, behind its update
 
 
@@ -64,17 +66,16 @@ class EngineSettings(ContinuousBatchingConfig):
         if not (taken and self.keeps_tables and "_of_engine" in self.__dict__):
             super().__setattr__(name, value)
 
-    @property
-    def cuda_graph_booleans(self) -> tuple[bool, bool]:
-        """Whether steps with prompts and steps with a table are captured; the current stream has nothing left to do.
+    def __getattribute__(self, name: str) -> Any:
+        """Returns a field; of some the engine learns only once the current stream has nothing left to do.
 
-        The engine clears the buffers of asynchronous batching on this stream and fills them on another, which does not
+        It clears the buffers of asynchronous batching on this stream and fills them on another, which does not
         wait (Transformers 5.17 to 5.24): on a busy device the first inputs were cleared again, so that a prompt's first
-        tokens were never written. It asks for this in between, when its buffers are there.
+        tokens were never written. A manager that was warmed up, or is started again, clears them once more.
         """
-        _wait_for_stream()
-        found: tuple[bool, bool] = super().cuda_graph_booleans
-        return found
+        if name in _ASKED_IN_BETWEEN:
+            _wait_for_stream()
+        return super().__getattribute__(name)
 
 
 def _wait_for_stream() -> None:

@@ -61,6 +61,7 @@ class BoundPlan:
         in_graph: The thread and number of the layer that a compiled graph asked for last.
         monitor, session: What watches the model, and the settings that asked for it, None for a block.
         snapshot: The model as it was checked.
+        read: The hash of each weight that it had when all of it was read, by its name.
     """
 
     plan: Plan
@@ -78,6 +79,7 @@ class BoundPlan:
     monitor: Any = field(default=None, init=False)
     session: Any = field(default=None, init=False)
     snapshot: Snapshot | None = field(default=None, init=False)
+    read: Mapping[str, str] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, model: nn.Module, plan: Plan, *, unverified: bool = False) -> Self:
@@ -184,7 +186,7 @@ class BoundPlan:
         """Compares all of a model with what its plan names (PlanError: something differs), and makes its layers."""
         now, modules = Snapshot(trunk), dict(attention_modules(trunk, self.plan.model_type))
         if self.snapshot is None or not self.snapshot.covers(now):
-            refuse_other_weights(self.plan, trunk, modules)
+            self.read = refuse_other_weights(self.plan, trunk, modules, self.read)
         for module in modules.values():
             refuse_other_settings(self.plan.configuration, computes_by(module.config))
         facts = facts_of(trunk)

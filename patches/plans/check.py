@@ -24,6 +24,7 @@ from .configured import computes_by, other_model, refuse_other_settings
 from .hashes import model_hash, weight_hash
 from .layers import attention_modules
 from .parts import module_dtype
+from .snapshot import PLACE, is_stage
 
 
 def configs_for(model: nn.Module, plan: Plan, unverified: bool) -> list[Any]:
@@ -130,8 +131,13 @@ def refuse_beyond_budget(budget: float, settings: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_other_weights(plan: Plan, trunk: nn.Module, modules: Mapping[int, nn.Module]) -> None:
-    """Refuses a model whose weights, or their dtype, are others than a plan names (PlanError says of which layer)."""
+def refuse_other_weights(
+    plan: Plan, trunk: nn.Module, modules: Mapping[int, nn.Module], before: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Refuses a model whose weights, or their dtype, are others than a plan names (PlanError says of which layer).
+
+    A stage may hold some of those read `before`. Returns the hash of each weight of the whole model, by its name.
+    """
     planned: list[LayerPlan] = [layer for index in modules if (layer := plan.layer(index)) is not None]
     for dtype in (module_dtype(modules[layer.layer]) for layer in planned):
         if dtype != plan.dtype:
@@ -139,8 +145,11 @@ def refuse_other_weights(plan: Plan, trunk: nn.Module, modules: Mapping[int, nn.
                 f"the plan was calibrated in {plan.dtype}, the model is loaded in {dtype}; load it with "
                 f"dtype=torch.{plan.dtype}, or calibrate it in {dtype}"
             )
-    if model_hash(trunk) == plan.weight_hash:
-        return
+    read: dict[str, str] = {}
+    if model_hash(trunk, read) == plan.weight_hash:
+        return read
+    if is_stage(before, *([(PLACE.sub("", name), found) for name, found in each.items()] for each in (before, read))):
+        return before
     changed = next((layer.layer for layer in planned if weight_hash(modules[layer.layer]) != layer.weights), None)
     moved = "the model", "layers moved, another checkpoint"
     whose, why = moved if changed is None else (f"layer {changed}", "another model")

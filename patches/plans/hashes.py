@@ -28,13 +28,17 @@ def weight_hash(module: nn.Module) -> str:
 
     Wrappers are looked through. PlanError: a weight has no data, or is of a kind that cannot be read.
     """
-    return _hash(saved_weights(module))
+    return _hash(saved_weights(module), {})
 
 
-def model_hash(model: nn.Module) -> str:
-    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model."""
+def model_hash(model: nn.Module, each: dict[str, str] | None = None) -> str:
+    """Returns a hash of all weights of a model but its head and pooler, which differ between the classes of a model.
+
+    `each` is given the hash of each weight by its name, in the order of the model.
+    """
     weights = saved_weights(base_of(model))
-    return WHOLE + _hash({name: weight for name, weight in weights.items() if not name.startswith("pooler.")})
+    named = {name: weight for name, weight in weights.items() if not name.startswith("pooler.")}
+    return WHOLE + _hash(named, {} if each is None else each)
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -48,15 +52,16 @@ def base_of(model: nn.Module) -> nn.Module:
 
 def tensor_hash(tensor: Tensor) -> str:
     """Returns a hash of one tensor."""
-    return _hash({"": tensor})
+    return _hash({"": tensor}, {})
 
 
-def _hash(weights: dict[str, Any]) -> str:
+def _hash(weights: dict[str, Any], each: dict[str, str]) -> str:
+    each |= dict.fromkeys(weights, "")
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
-        digest.update(f"{name} ".encode())
-        for piece in _contents(name, value):
-            digest.update(piece)
+        content = b"".join(_contents(name, value))
+        digest.update(f"{name} ".encode() + content)
+        each[name] = hashlib.sha256(content).hexdigest()
     return digest.hexdigest()
 
 

@@ -16,15 +16,11 @@ _INNER = (*ADAPTERS, "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_m
 
 
 class Part(NamedTuple):
-    """A module within another one: its dotted name as if nothing were wrapped, itself, its wrappers from outside.
-
-    `listed`: whether it is in a list of modules, as the layers of a model are.
-    """
+    """A module within another one: its dotted name as if nothing were wrapped, itself, its wrappers from outside."""
 
     prefix: str
     module: nn.Module
     wrappers: tuple[nn.Module, ...]
-    listed: bool = False
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -35,8 +31,7 @@ class Part(NamedTuple):
     @property
     def weights(self) -> dict[str, Tensor]:
         """Its parameters and the buffers that are saved with it."""
-        parameters = self.module._parameters
-        return {name: weight for name, weight in parameters.items() if weight is not None} | self.buffers
+        return {name: weight for name, weight in self.module._parameters.items() if weight is not None} | self.buffers
 
     @property
     def steady(self) -> dict[str, Tensor]:
@@ -49,17 +44,16 @@ class Part(NamedTuple):
         return {name: buffer for name, buffer in buffers.items() if buffer is not None and not buffer.is_meta}
 
 
-def parts(module: nn.Module, prefix: str = "", listed: bool = False) -> Iterator[Part]:
+def parts(module: nn.Module, prefix: str = "") -> Iterator[Part]:
     """Yields a module and all that it holds, looking through wrappers."""
     wrappers: list[nn.Module] = []
     while (inner := inner_of(module, _INNER)) is not None:
         wrappers.append(module)
         module = inner
-    listed = listed or isinstance(module, nn.ModuleList)
-    yield Part(prefix, module, tuple(wrappers), listed)
+    yield Part(prefix, module, tuple(wrappers))
     for name, child in module._modules.items():
         if child is not None:
-            yield from parts(child, f"{prefix}{name}.", listed)
+            yield from parts(child, f"{prefix}{name}.")
 
 
 def inner_of(module: nn.Module, names: Iterable[str]) -> nn.Module | None:

@@ -1,6 +1,7 @@
 """What a planned model is, compared at the start of each pass: its weights, and the settings that attention reads."""
 
 import re
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import cache
 from itertools import chain
@@ -51,7 +52,7 @@ class Snapshot:
         holders, lengths: The dictionaries of parameters and children of all submodules and wrappers, and their sizes.
         contents: All the values of these, one dictionary after the other.
         buffers: Dictionary, name and value of each buffer that no pass changes; others may come and go beside it.
-        order: Its weights in the order of the model, and whether each belongs to one of its layers.
+        order: Its weights by their names, in the order of the model.
         inside: By attention module, the names of the weights that it holds.
     """
 
@@ -93,7 +94,7 @@ class Snapshot:
         self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self.versions, self.pointers = [*map(_version, self.counted)], [*map(_pointer, self.tensors)]
         self.lengths, self.contents = [*map(len, self.holders)], [*chain.from_iterable(map(_values, self.holders))]
-        self.order = [(weight, part.listed) for part in inside for weight in part.weights.values()]
+        self.order = {part.prefix + name: weight for part in inside for name, weight in part.weights.items()}
 
     def same(self) -> bool:
         """Whether nothing has changed."""
@@ -114,28 +115,33 @@ class Snapshot:
         return [*map(_version, self.counted)] == self.versions and [*map(_pointer, self.tensors)] == self.pointers
 
     def covers(self, later: Self) -> bool:
-        """Whether the weights of a later snapshot are these, so that they need not be read again.
+        """Whether the weights of a later snapshot are these, or a stage of them, so that they need not be read again.
 
-        They may be in other containers, or a pipeline's stage of them. A stage keeps one run of them in their order. At
-        each end where it lacks layers, it lacks what stands between them and that end, too (embeddings, a last norm): a
-        model that only lost layers is no stage.
+        They may be in other containers.
         """
-        start = next((at for at, entry in enumerate(self.order) if later.order and entry[0] is later.order[0][0]), 0)
-        end = start + len(later.order)
-        lost = [listed for _, listed in (*self.order[:start], *self.order[end:])]
-        ends = [listed for _, listed in (*self.order[:start][:1], *self.order[end:][-1:])]
         return (
             self.unwrapped == later.unwrapped
             and all(self.inside.get(module, names) == names for module, names in later.inside.items())
             and self._unwritten()
-            and end <= len(self.order)
-            and all(mine[0] is theirs[0] for mine, theirs in zip(self.order[start:end], later.order, strict=False))
-            and (not lost or (any(lost) and not any(ends)))
+            and is_stage(self.order, *([*map(id, each.order.values())] for each in (self, later)))
         )
 
 
-_PLACE = re.compile(r"\D*\d+(?=\.)")
+PLACE = re.compile(r"\D*\d+(?=\.)")
 """The place of a layer in its model: all up to the first number."""
+
+
+def is_stage(names: Iterable[str], whole: list[Any], part: list[Any]) -> bool:
+    """Whether a part of a model's weights, told by `names` in their order, is all of them or a pipeline's stage.
+
+    A stage keeps one run of them in their order. At each end where it lacks layers, it lacks what stands between them
+    and that end, too (embeddings, a last norm): a model that only lost layers is no stage.
+    """
+    starts = range(len(whole) - len(part) + 1)
+    start = next((at for at in starts if whole[at : at + len(part)] == part), len(whole))
+    layered = [PLACE.match(name) is not None for name in names]
+    before, behind = layered[:start], layered[start + len(part) :]
+    return start < len(whole) and (not before + behind or (any(before + behind) and not any(before[:1] + behind[-1:])))
 
 
 def _read_by_attention(part: Part) -> bool:
@@ -152,12 +158,12 @@ def facts_of(trunk: nn.Module) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     inside, numbers = [*parts(trunk)], {}
     for part in inside:
-        place, number = _PLACE.match(part.prefix), getattr(part.module, "layer_idx", None)
+        place, number = PLACE.match(part.prefix), getattr(part.module, "layer_idx", None)
         if place is not None and number is not None:
             numbers[place[0]] = str(number)
 
     def named(prefix: str) -> str:
-        place = _PLACE.match(prefix)
+        place = PLACE.match(prefix)
         number = None if place is None else numbers.get(place[0])
         return prefix if number is None else re.sub(r"\d+", number, prefix, count=1)
 

@@ -212,8 +212,7 @@ def test_models_equal_eager(name: str, side: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "cache",
-    ["dynamic", "static", pytest.param("offloaded", marks=since("5.20", "fetched before its copy is whole"))],
+    "cache", ["dynamic", "static", pytest.param("offloaded", marks=since("5.20", "fetched before its copy is whole"))]
 )
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_generates_the_same_tokens(name: str, cache: str) -> None:

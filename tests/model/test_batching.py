@@ -3,6 +3,7 @@
 import copy
 import sys
 from dataclasses import replace
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 import transformers as tf
 from torch import Tensor
 from transformers.generation.continuous_batching.initialization import decide_use_async_batching
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs as Buffers
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import adaattn_hf
 from adaattn_hf.attention.call import AttentionCall
@@ -39,17 +41,19 @@ def one_by_one(model: Any, prompts: list[list[int]]) -> list[list[int]]:
     return [model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist() for ids in prompts]
 
 
-def together(model: Any, prompts: list[list[int]], new: int = NEW, engine: Any = None, **asked: Any) -> list[list[int]]:
+def together(
+    model: Any, prompts: list[list[int]], new: int = NEW, engine: Any = None, manager: Any = (), **asked: Any
+) -> list[list[int]]:
     """Tokens of `generate_batch`; prompts longer than 16 tokens are read in pieces, if nothing else is said.
 
-    `engine` are the settings of the block, those of the engine itself without it.
+    `engine` are the settings of the block, those of the engine itself without it; `manager` are other arguments.
     """
     settings = tf.GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=-1)
     engine = engine or tf.ContinuousBatchingConfig()
     for name, value in {"num_blocks": 64, PAGE: 32, "max_batch_tokens": 16, **asked}.items():
         setattr(engine, name, value)
     found = model.generate_batch(
-        inputs=prompts, generation_config=settings, continuous_batching_config=engine, progress_bar=False
+        prompts, settings, continuous_batching_config=engine, progress_bar=False, **dict(manager)
     ).values()
     for error in filter(None, (answer.error for answer in found)):
         raise ValueError(error)  # some versions note in the answers what a step raised
@@ -328,27 +332,31 @@ def test_lengths_that_are_written_again_are_read_again() -> None:
     assert not shorter[:, 5:].any()
 
 
+@pytest.mark.parametrize("manager", [{"warmup": False}, {"persistent_manager": True}], ids=["new", "started again"])
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_settings_wait_between_clearing_buffers_and_filling_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA the engine does the one on a stream that the other does not wait for."""
+def test_settings_wait_between_clearing_buffers_and_filling_them(
+    name: str, manager: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA the engine does the one on a stream that the other does not wait for, and again behind warming up."""
     _, ours = fresh_pair(name)
     order: list[str] = []
+    again = "persistent_manager" in manager  # and steps are padded, as where they are captured
     monkeypatch.setattr(batching, "_wait_for_stream", lambda: order.append("wait"))
-    cleared, filled = ContinuousBatchingIOs.__init__, ContinuousBatchingIOs.prepare_batch_tensors
+    monkeypatch.setattr(ModelRunner, "pad_inputs", property(lambda _: again, lambda *_: None), raising=False)
 
-    def clear(buffers: Any, *given: Any, **named: Any) -> None:
-        cleared(buffers, *given, **named)
-        order.append("clear")
+    def noted(buffers: Any, step: str, done: Any, *given: Any, **named: Any) -> None:
+        order.append(step)
+        done(buffers, *given, **named)
+        order.append(step)
 
-    def fill(*given: Any, **named: Any) -> None:
-        order.append("fill")
-        filled(*given, **named)
-
-    monkeypatch.setattr(ContinuousBatchingIOs, "__init__", clear)
-    monkeypatch.setattr(ContinuousBatchingIOs, "prepare_batch_tensors", fill)
+    for method, step in {"__init__": "clear", "reset": "clear", "prepare_batch_tensors": "fill"}.items():
+        monkeypatch.setattr(Buffers, method, partialmethod(noted, step, getattr(Buffers, method)))
     with adaattn_hf.continuous_batching(ours) as engine:
-        together(ours, PROMPTS[:1], engine=engine)
-    assert "wait" in order[order.index("clear") : order.index("fill")]
+        engine.q_padding_interval_size = engine.kv_padding_interval_size = 1
+        for prompts in (PROMPTS[:1], PROMPTS[:2], [[5]])[: 1 + 2 * again]:
+            order.clear()
+            together(ours, prompts, engine=engine, manager=manager, max_blocks_per_request=4)
+            assert "wait" in "".join(order[: order.index("fill")]).rpartition("clear")[2]
 
 
 @pytest.mark.parametrize("graphs", [(False, True), False])

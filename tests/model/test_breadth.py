@@ -20,9 +20,6 @@ from ..support.families import LISTED, ROUTED, configured, models
 from ..support.models import Pair, answers, build, padding, tokens
 from ..support.recorder import Recorder
 
-# older versions of Transformers script functions when they are imported
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 
 def outputs(pair: Pair, **inputs: Any) -> list[Tensor]:
     """Of both models; ours must have been asked, and only on the interface's own terms."""

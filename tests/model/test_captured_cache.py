@@ -66,7 +66,6 @@ def test_one_graph_serves_every_token_of_all_generations(stored: str, prompt: in
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_writes_the_codes_where_they_are() -> None:
     model = llama(num_hidden_layers=1)
     expected, logits = generated(model, AdaAttnCache(model, "int8"))

@@ -115,7 +115,6 @@ def same_compiled(stock: Any, compiled: Any, mask: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor_runs_what_it_compiles() -> None:
     stock, ours = shallow("gpt2")
     same_compiled(stock, torch.compile(ours, fullgraph=True), padding("left"))

@@ -270,6 +270,25 @@ def test_a_stage_of_a_pipeline_runs_its_layers_and_a_model_that_lost_some_does_n
         logits(rest)
 
 
+def test_a_stage_whose_weights_are_written_and_stay_the_same_runs_on() -> None:
+    """Torch 2.15 puts the buffers of a stage back behind a first pass; `stage.to(device)` moves all its weights."""
+    found: list[torch.Tensor] = []
+    with torch.no_grad():
+        for runs_before in (True, False):
+            model = planned()
+            model.model.layers, model.model.norm = model.model.layers[:2], nn.Identity()
+            found += [logits(model)] if runs_before else []
+            for buffer in model.model.buffers():
+                buffer.copy_(buffer.clone())
+            found.append(logits(model))
+            model.model._apply(torch.clone)
+            found.append(logits(model))
+        assert all(torch.equal(each, found[0]) for each in found)
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    with pytest.raises(PlanError, match="weights of the model are not those"):
+        logits(model)
+
+
 def test_a_planned_model_that_runs_stock_attention_is_not_compared() -> None:
     model = planned()
     model.set_attn_implementation("sdpa")

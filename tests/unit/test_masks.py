@@ -154,7 +154,6 @@ def test_a_traced_mask_keeps_the_padding_beside_it_where_a_model_has_settings(mo
 
 
 # older versions of Transformers script functions when they are imported
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
     found = adaattn_mask(batch_size=1, q_length=3, kv_length=3, config=GPTBigCodeConfig())
     assert type(found) is Tensor

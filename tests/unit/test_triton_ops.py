@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,11 +108,13 @@ def test_windows_end_with_a_position_of_the_sequence(name: str, rules: HeadRules
     assert not torch.allclose(ruled, exact, atol=4e-3)
 
 
-def test_windows_have_one_table_for_good() -> None:
-    """A captured graph holds its address."""
-    device, windows = torch.device("cpu"), ((300, 5), (1 << 30, 0))
+def test_windows_have_one_table_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph holds its address; any stream may read it, so that the copy to the device is waited for."""
+    device, windows, copied = torch.device("cpu"), ((277, 5), (1 << 30, 0)), Mock(wraps=torch.Tensor.to)
+    monkeypatch.setattr(torch.Tensor, "to", lambda *given, **named: copied(*given, **named))
     assert window_table(windows, device) is window_table(windows, device)
-    assert window_table(windows, device).tolist() == [[300, 5], [1 << 30, 0]]
+    assert window_table(windows, device).tolist() == [[277, 5], [1 << 30, 0]]
+    assert [(call.args[1:], call.kwargs) for call in copied.mock_calls] == [((device,), {})]
 
 
 @interpreted

@@ -78,11 +78,7 @@ def test_no_matrix_turns_queries_in_fp32_or_where_memory_is_short(dim: int, monk
 
 @interpreted
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(
-    "how",
-    [{"mean": False}, {"first": False}, {"mean": False, "first": False}],
-    ids=str,
-)
+@pytest.mark.parametrize("how", [{"mean": False}, {"first": False}, {"mean": False, "first": False}], ids=str)
 def test_without_a_mean_or_a_first_key(how: dict[str, bool], bits: int) -> None:
     check(make(STRUCTURES["padded decode"], 6, 2, 48, 32, torch.float32), bits, **how)
 

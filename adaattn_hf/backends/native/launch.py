@@ -13,18 +13,7 @@ from ...attention.heads import HeadRules, joined_heads, some_heads
 from ...attention.kind import BIAS, LSE, SINKS, SINKS_AWAY, SOFTCAP, SUBCLASS, CallKind
 from ..base import Kernel
 from .library import BACKWARD, CALL, DTYPES, LAYOUT, loaded
-from .rules import (
-    FLOATS,
-    NO_RULES,
-    NONE4,
-    NOTHING_ELSE,
-    OFFSETS,
-    Rules,
-    check_rule,
-    codes_packed,
-    find_rules,
-    readable,
-)
+from .rules import FLOATS, NO_RULES, NONE4, NOTHING_ELSE, OFFSETS, Rules, check_rule, codes_packed, find_rules, readable
 
 _FIND_RULES = (find_rules,)
 _new = tuple.__new__

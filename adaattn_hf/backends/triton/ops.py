@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::triton_step",
-    mutates_args=(),
-    schema=f"({OPERANDS}, int[]? windows, SymInt? until) -> Tensor",
+    f"{NAMESPACE}::triton_step", mutates_args=(), schema=f"({OPERANDS}, int[]? windows, SymInt? until) -> Tensor"
 )
 def step_op(*inputs: Any) -> Tensor:
     """One query per sequence, `[batch, 1, heads, head_dim_v]`.

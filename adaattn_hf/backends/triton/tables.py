@@ -200,10 +200,10 @@ class Blocking(NamedTuple):
 def window_table(windows: HeadWindows, device: torch.device) -> Tensor:
     """int32 `[kv_heads, 2]`, window and sinks of each head; so many are kept that a captured graph never loses its own.
 
-    Such a graph holds the table's address, and does not ask for it again.
+    Such a graph holds the table's address, and does not ask for it again. Streams that find it there wait for nothing.
     """
     with torch.inference_mode(False):
-        return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
+        return torch.tensor(windows, dtype=torch.int32, device="cpu").to(device)
 
 
 def ends_with_tiles(run: Segment, columns: int, kv_len: int) -> bool:
