@@ -205,7 +205,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
         Limit("lines of the longest module", max(lines.values()), 400),
         Limit("lines of Python in the wheel", sum(lines.values()), 28_230),
         Limit("lines of studies", lines_under(root, "studies"), 4_920),
-        Limit("lines of tests", lines_under(root, "tests"), 39_020),
+        Limit("lines of tests", lines_under(root, "tests"), 38_990),
         Limit("functions of more than 8 parameters", sum(len(crowded(tree)) for tree in parsed.values()), 26),
         Limit("imports inside functions", sum(len(late_imports(tree)) for tree in parsed.values()), 38),
         Limit("memories", sum(len(memories(tree)) for tree in parsed.values()), 18),

@@ -221,7 +221,6 @@ def no_gradient(bound_layer: BoundLayer) -> str:
     )
 
 
-# ---------------------------------------------------------------------- in traced graphs
 # It asks the host: a CUDA graph must not hold it, which torch cannot be told before 2.9.
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _TAGS: dict[str, Any] = {} if _UNSAFE is None else {"tags": (_UNSAFE,)}

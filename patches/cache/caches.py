@@ -177,7 +177,6 @@ def holds_tokens(cache: Cache) -> bool:
     return any(layer.is_initialized for layer in cache.layers if isinstance(layer, DynamicLayer))
 
 
-# ---------------- what a model can read
 def made_for(model: PreTrainedModel) -> dict[str, Any]:
     """What a configuration says of a model's keys and values: its type and sizes, None where it has no such name."""
     config = model.config.get_text_config(decoder=True)

@@ -253,7 +253,6 @@ def _foreign(module: nn.Module, model: nn.Module | None) -> PlanError:
     )
 
 
-# ---------------------------------------------------------------------- what others ask
 def checked_layer(module: nn.Module) -> BoundLayer | None:
     """Returns what `layer_of` does, compared with what was checked if the pass of its model was not (PlanError)."""
     bound_layer = layer_of(module)

@@ -208,7 +208,6 @@ def test_kernels_that_settings_name_refuse_transforms(load_kernel: Callable[[str
         torch.func.grad(lambda q: serve(layer, q, key, value, None)[0].sum())(query)
 
 
-# ---------------- flash-adaattn
 def heads_last(*shape: int) -> list[Tensor]:
     return [torch.randn(*shape, heads, 8) for heads in (4, 2, 2)]
 

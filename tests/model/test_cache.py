@@ -30,7 +30,6 @@ def tokens(batch: int, count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(batch, 2, count, 8), torch.randn(batch, 2, count, 6)
 
 
-# ---------------- storage
 def test_a_store_moves_rarely_and_never_where_its_room_was_reserved() -> None:
     for room, most in ((Room(growth=1.25), 25), (Room(reserve=3000), 0)):
         store = Store({"keys": torch.empty(2, 3, room.reserve, 4)}, room)
@@ -46,7 +45,6 @@ def test_a_store_moves_rarely_and_never_where_its_room_was_reserved() -> None:
         assert store.capacity <= 1.25 * 3000 + 64
 
 
-# ---------------- against DynamicCache
 class AgainstDynamicCache(RuleBasedStateMachine):
     """Any order of calls on a full and a sliding layer leaves both caches with the same keys and values."""
 
@@ -257,7 +255,6 @@ def test_a_cache_that_holds_tokens_is_not_changed() -> None:
         convert_layers(cache, "model")
 
 
-# ---------------- through models
 FLOWS: dict[str, dict[str, Any]] = {
     "greedy": {}, "beam": {"num_beams": 3, "num_return_sequences": 2},
     "sample": {"do_sample": True, "num_return_sequences": 2}, "prompt lookup": {"prompt_lookup_num_tokens": 3},

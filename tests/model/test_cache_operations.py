@@ -98,7 +98,6 @@ def test_the_peak_of_decode_steps_is_what_explain_says(stored: str, streaming: b
     assert held_bytes(cache) + steps == pytest.approx(told.predict(12, 2000), rel=0.05)
 
 
-# ---------------------------------------------------------------------- a cache by either of its names
 RENAMED = HERE.release >= (5, 24)
 
 

@@ -102,7 +102,6 @@ def ids(encode: Any) -> list[int]:
     return list(encode(heldout_pages()[3])[: LENGTH - 2])
 
 
-# ---------------------------------------------------------------------- what is scored
 def test_windows_mask_disjoint_seeded_shares_and_no_special_token(ids: list[int], tokenizer: Any) -> None:
     scoring = MaskedTokens.of(tokenizer, count=6)
     windows = scoring.windows(ids, 0)
@@ -176,9 +175,6 @@ def test_a_head_that_transforms_is_reached_through_the_models_forward(family: st
         states = arms.hidden(TokenWindow("", ids, places, ids[places]))
         assert states.shape == (1, 3, made.config.hidden_size), "states, not logits, are kept"
         torch.testing.assert_close(arms.logits(states), made(tokens).logits[:, places], atol=1e-5, rtol=1e-5)
-
-
-# ---------------------------------------------------------------------- what a choice costs
 
 
 def test_the_risk_of_single_heads_is_their_measured_kl(
@@ -257,7 +253,6 @@ def test_layers_with_a_window_of_their_own_have_prices_of_their_own(encode: Any,
     assert set(timed.table.prices["prefill"][LENGTH]) == {"exact", "bf16", "exact in 17", "bf16 in 17"}
 
 
-# ---------------------------------------------------------------------- the proof
 def test_a_plan_passes_and_says_what_was_not_asked(result: Calibration) -> None:
     assert result.met, result.sentence
     verified = result.plan.verified
@@ -306,7 +301,6 @@ def test_an_interrupted_run_goes_on_and_other_maskings_do_not(
     assert np.array_equal(resumed.risks(), measured.risks())
 
 
-# ---------------------------------------------------------------------- where the plan goes
 @pytest.fixture(scope="module")
 def stored(result: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("planned") / "bert"
@@ -415,7 +409,6 @@ def test_layers_without_a_number_are_numbered_in_the_order_of_their_model(
             tuned(tokens)
 
 
-# ---------------------------------------------------------------------- refusals
 def test_scorings_that_mask_all_or_nothing_are_refused(scoring: MaskedTokens) -> None:
     with pytest.raises(ValueError, match="mask_share is 1"):
         replace(scoring, share=1.0)
@@ -447,7 +440,6 @@ def test_positions_of_tables_that_count_from_behind_padding_or_an_offset() -> No
                 model(torch.full((1, 65), 5))
 
 
-# ---------------------------------------------------------------------- the command
 @pytest.mark.usefixtures("few_rounds")
 def test_the_command_makes_shows_and_stores_a_plan(
     tmp_path: Path, text: list[Path], monkeypatch: pytest.MonkeyPatch

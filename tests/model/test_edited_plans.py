@@ -88,7 +88,6 @@ def test_files_of_before_the_counts_of_needles_are_read() -> None:
         replace(PROVEN, needles=16, needles_lost=9, retrieval_stock=0.5, retrieval_plan=0.5)
 
 
-# ---------------------------------------------------------------------- tensors, heads, and what a file may hold
 _NAMES = [f"{kind}_basis.{head}" for kind in ("query", "key") for head in (0, 1)]
 BASES = {f"layers.{layer}.{name}": torch.eye(8)[:, :2].contiguous() for layer in (0, 1) for name in _NAMES}
 
@@ -168,7 +167,6 @@ def test_long_values_are_not_echoed(changes: dict[str, Any]) -> None:
     assert len(str(refused.value)) < 800
 
 
-# ---------------------------------------------------------------------- verify
 Claim = tuple[Path, Plan, dict[str, Any]]
 
 

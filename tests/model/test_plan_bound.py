@@ -35,7 +35,6 @@ def planned(family: str = "llama") -> Any:
     return model
 
 
-# ------------------------------------------------------------------------------------------------ adapters
 @pytest.mark.parametrize("loaded", ["before", "after"])
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("gate_proj",)], ids=["attention", "elsewhere"])
 def test_a_wrapped_model_runs_its_plan_and_what_is_not_covered_is_said_once(
@@ -75,7 +74,6 @@ def test_parts_that_are_wrapped_or_belong_to_others_are_not_checked_anew(monkeyp
     assert hashed == []
 
 
-# ------------------------------------------------------------------------------------------------ buffers
 @pytest.mark.parametrize("where", ["k_proj", "up_proj"])
 def test_weights_in_buffers_are_bound_and_watched(where: str) -> None:
     model = fresh_pair("llama").ours
@@ -93,7 +91,6 @@ def test_weights_in_buffers_are_bound_and_watched(where: str) -> None:
         logits(model)
 
 
-# ------------------------------------------------------------------------------------------------ settings of the model
 @pytest.mark.parametrize("changes", [
     {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}, {"rms_norm_eps": 1e-2},
     {"hidden_act": "relu"}, {"max_position_embeddings": 1 << 20},
@@ -175,7 +172,6 @@ def test_training_in_mixed_precision_goes_on() -> None:
         assert torch.isfinite(logits(model.eval())).all()
 
 
-# ------------------------------------------------------------------------------------------------ permissions
 def test_a_permission_belongs_to_the_process(tmp_path: Path) -> None:
     model = fresh_pair("llama").ours
     plan = plan_for(model, make_choice("window", window=WINDOW), verified=None)
@@ -220,7 +216,6 @@ def test_a_file_that_holds_a_permission_does_not_give_it(tmp_path: Path) -> None
     assert torch.isfinite(logits(loaded)).all()
 
 
-# ------------------------------------------------------------------------------------------------ trained models
 def test_a_trained_model_is_saved_without_its_plan(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     model = planned()
     stepped(model)
@@ -274,7 +269,6 @@ def test_plans_that_prove_nothing_compile(trained: bool) -> None:
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 
 
-# ------------------------------------------------------------------------------------------------ inference mode
 def test_a_model_built_in_inference_mode_runs_its_plan(tmp_path: Path) -> None:
     model = planned()
     right = logits(model)

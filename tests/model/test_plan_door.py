@@ -105,7 +105,6 @@ def test_a_layer_runs_by_itself() -> None:
     assert torch.isfinite(right).all()
 
 
-# ------------------------------------------------------------------------------------------------ settings
 def in_place(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(2)
 
@@ -160,7 +159,6 @@ def test_weights_outside_attention_are_compared_in_every_pass() -> None:
             logits(model)
 
 
-# ------------------------------------------------------------------------------------------------ copies, and the end
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
 def test_copies_run_the_plan_and_notice_for_themselves(copied: Change) -> None:
     model = checked()
@@ -212,9 +210,6 @@ def test_a_pass_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = bound_plan(model)
     assert bound is not None
     assert not bound.threads
-
-
-# ---------------------------------------------------------------------- one act, and where a plan goes then
 
 
 def exact() -> torch.Tensor:

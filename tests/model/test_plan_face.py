@@ -98,7 +98,6 @@ def test_a_model_without_a_plan_has_none_to_load() -> None:
         adaattn_hf.load_plan(ours)
 
 
-# ---------------------------------------------------------------------- what a plan is bound to
 @torch.no_grad()
 @pytest.mark.parametrize("change", ["step", "load", "assign", "cast", "wrap"])
 def test_changes_of_weights_after_the_first_call_are_noticed(change: str) -> None:

@@ -179,9 +179,6 @@ def test_a_mask_of_all_keys_is_refused_where_a_window_keeps_the_last_ones(implem
                 model(input_ids=ids[:, 6:7], attention_mask=mask[:, :, 6:7, :7], past_key_values=cache)
 
 
-# ---------------------------------------------------------------------- weights that were asked for
-
-
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mistral-window", "t5"])
 def test_weights_equal_eager(name: str, side: str) -> None:

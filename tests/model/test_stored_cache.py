@@ -33,7 +33,6 @@ def distance(ours: Tensor, exact: Tensor) -> float:
     return float((ours - exact).abs().max() / exact.std())
 
 
-# ---------------- what attention sees
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("family", MODELS)
 def test_prompt_pieces_and_single_tokens_come_near_the_exact_model(family: str, stored: str) -> None:
@@ -99,7 +98,6 @@ def test_left_padded_rows_come_near_their_unpadded_selves(stored: str) -> None:
     assert distance(ours[:1, 30:], alone[:, -10:]) < NEAR[stored]
 
 
-# ---------------- the ways of generation
 @pytest.mark.parametrize("how", [
     {"do_sample": False}, {"do_sample": False, "num_beams": 3},
     {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
@@ -174,7 +172,6 @@ def test_a_file_of_a_model_of_another_kind_size_or_window_is_refused(tmp_path: P
             adaattn_hf.load_cache(saved(made, tmp_path / "a"), asked)
 
 
-# ---------------- memory
 def bytes_of(one: Any) -> int:
     return held_bytes(SimpleNamespace(layers=[one]))
 
@@ -202,7 +199,6 @@ def test_a_sliding_layer_keeps_its_window_and_gives_back_what_a_long_prompt_took
     assert bytes_of(layer) <= 2.6 * 128 * 2 * 2 * 64 * channel
 
 
-# ---------------- prepare
 @pytest.mark.parametrize("stored", FORMATS)
 def test_prepare_gives_generate_and_pipelines_the_cache(stored: str) -> None:
     model, tokens = llama(), ids(2, 20)
@@ -218,7 +214,6 @@ def test_prepare_gives_generate_and_pipelines_the_cache(stored: str) -> None:
     assert {kind.stored for _, kind, _ in seen.calls} == {None}
 
 
-# ---------------- refusals
 def test_what_cannot_be_served_is_refused_by_name() -> None:
     model = llama()
     with pytest.raises(TypeError, match=r"model: got LlamaConfig, expected the loaded Transformers model"):

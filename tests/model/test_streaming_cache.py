@@ -232,7 +232,6 @@ def test_a_compiled_model_reads_the_cache_between_its_graphs(stored: str) -> Non
             torch.testing.assert_close(found, expected, atol=NEAR, rtol=0)
 
 
-# ---------------- refusals
 def test_what_streaming_heads_cannot_do_is_refused_by_name() -> None:
     model, tokens = llama(), ids(1, 60)
     adaattn_hf.prepare(model, streaming=True, unpad=False)
@@ -316,7 +315,6 @@ def test_the_command_counts_streaming_heads(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["cache"]["streaming_heads"] == [4, 6]
 
 
-# ---------------- taking tokens back
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("before", [(50, 20), (20,), (90, 1, 1)], ids=["passed", "whole", "long"])
 def test_tokens_are_taken_back_while_the_past_is_recorded(stored: str, before: tuple[int, ...]) -> None:

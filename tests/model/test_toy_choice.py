@@ -1,11 +1,9 @@
 """A choice that only this file knows goes from candidates through calibration, storing and loading to running."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -61,7 +59,7 @@ class EverySecond(Keys):
         return max(stop - max(first, self.near + 1), 0)
 
     @classmethod
-    def candidates(cls, setting: Setting) -> Sequence[EverySecond]:
+    def candidates(cls, setting: Setting) -> Sequence[Self]:
         return [cls(near) for near in (128, 160) if near < setting.length]
 
 

@@ -76,7 +76,6 @@ def first_linear_rows(model: nn.Module) -> list[int]:
     return seen
 
 
-# ---------------------------------------------------------------- layout
 def test_layout_goes_both_ways() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 1, 0]])
     layout = PackedLayout(mask)
@@ -93,7 +92,6 @@ def test_layout_goes_both_ways() -> None:
     assert PackedLayout(torch.ones(2, 3)).full
 
 
-# ---------------------------------------------------------------- forward
 @pytest.mark.parametrize("side", ["right", "left", "holes"])
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHER_FAMILIES])
 def test_hidden_states_and_logits_are_those_of_the_stock_model(name: str, side: str) -> None:
@@ -195,9 +193,6 @@ def test_counts_that_grow_while_they_are_read() -> None:
     assert adaattn_hf.unpad_calls(ours) == {UNPADDED: 1}
 
 
-# ---------------------------------------------------------------- heads, losses, gradients
-
-
 MORE_HEADS = {
     tf.RobertaForMaskedLM: "roberta", tf.RobertaForSequenceClassification: "roberta",
     tf.DistilBertForSequenceClassification: "distilbert", tf.ElectraForTokenClassification: "electra",
@@ -290,7 +285,6 @@ def test_autocast_and_half_precision() -> None:
     assert adaattn_hf.unpad_calls(half) == {UNPADDED: 2}
 
 
-# ---------------------------------------------------------------- caches and generation
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2 in two", "mistral-window"])
 def test_a_prompt_fills_the_cache_as_stock_does(name: str, side: str) -> None:
@@ -383,7 +377,6 @@ def test_heads_that_pool_at_hidden_places_read_what_an_unprepared_model_has_ther
     assert adaattn_hf.unpad_calls(ours).get(UNPADDED, 0) == packed
 
 
-# ---------------------------------------------------------------- graphs
 @needs_tracing
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_a_compiled_model_stands_aside_without_breaking_the_graph(name: str) -> None:

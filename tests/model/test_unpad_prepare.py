@@ -46,7 +46,6 @@ def test_where_the_host_decides_a_batch_keeps_its_padding(monkeypatch: pytest.Mo
     assert adaattn_hf.unpad_calls(larger) == {UNPADDED: 1}
 
 
-# ---------------------------------------------------------------- what is refused
 TOWER = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 4, "image_size": 8, "patch_size": 4,
@@ -169,7 +168,6 @@ def test_wrong_arguments_are_told() -> None:
         adaattn_hf.prepare(nn.Linear(2, 2))
 
 
-# ---------------------------------------------------------------- calls that need their padding
 def test_calls_are_counted_by_what_they_need() -> None:
     model = adaattn_hf.prepare(fresh_pair("llama").ours)
     mask = padding("right")
@@ -261,7 +259,6 @@ def test_threads_do_not_see_one_another() -> None:
             assert_same(stock(tokens(), attention_mask=padding(side)).last_hidden_state, result.result(), padding(side))
 
 
-# ---------------------------------------------------------------- what stays and what goes
 def test_restore_takes_every_hook_away(tmp_path: Path) -> None:
     model = fresh_pair("llama").ours
     keys, before = set(model.state_dict()), hooks_of(model)
@@ -337,7 +334,6 @@ def test_encoder_decoders_get_growing_caches() -> None:
     assert {type(layer).__name__ for layer in layers} == {"CachedLayer"}
 
 
-# ---------------------------------------------------------------- training and other libraries
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_trainer_reaches_the_same_weights(causal: bool, tmp_path: Path) -> None:
     cls = tf.LlamaForCausalLM if causal else tf.BertForSequenceClassification

@@ -149,7 +149,6 @@ def test_what_was_once_missed_is_drawn(name: str) -> None:
         judged += 1
 
 
-# ------------------------------------------------------------------- each fix taken out, and the search that reports it
 def reported(
     strategy: Any, judge: Callable[[Any], str], most: int, only: Callable[[Any], bool] = lambda _: True
 ) -> str:

@@ -1,8 +1,6 @@
 """Compiled models: graphs that are kept as they are made, and traced calls that are chosen for as on a CUDA device."""
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ class Graphs:
         self.found.append(graph)
         return graph.forward
 
-    def __deepcopy__(self, memo: Any) -> Graphs:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
     @property

@@ -1,7 +1,5 @@
 """A listener that notes which calls a model makes."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from adaattn_hf.attention.call import AttentionCall

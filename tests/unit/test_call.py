@@ -266,7 +266,6 @@ def test_memory_that_cannot_be_read_as_it_is(what: str) -> None:
             torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
 
-# ---------------- codes of a cache
 def small_llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(

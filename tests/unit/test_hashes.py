@@ -189,9 +189,6 @@ def test_the_dtype_of_quantised_weights_is_that_of_their_scales_or_of_the_config
     assert module_dtype(module) == "bfloat16"
 
 
-# ---------------------------------------------------------------------- the snapshot of a module's weights
-
-
 def module() -> Any:
     made = nn.Module()
     for name in ("q_proj", "k_proj"):

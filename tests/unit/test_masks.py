@@ -153,7 +153,6 @@ def test_a_traced_mask_keeps_the_padding_beside_it_where_a_model_has_settings(mo
     assert dropped.key_padding is None
 
 
-# older versions of Transformers script functions when they are imported
 def test_a_family_that_computes_with_masks_gets_a_tensor() -> None:
     found = adaattn_mask(batch_size=1, q_length=3, kv_length=3, config=GPTBigCodeConfig())
     assert type(found) is Tensor
@@ -183,9 +182,6 @@ def test_shared_structures_do_not_pile_up() -> None:
     for length in range(1, 200):
         adaattn_mask(1, 1, length, q_offset=length - 1)
     assert len(structured_mask._structures) <= structured_mask.MAX_STRUCTURES
-
-
-# ---------------------------------------------------------------------- reading nested mask functions
 
 
 PADDING = torch.ones(1, 6, dtype=torch.bool)

@@ -139,9 +139,6 @@ def test_a_picture_shows_every_layer_and_what_the_plan_says() -> None:
     assert "1.50 times as fast as exact" in " ".join(details(plan))
 
 
-# ---------------------------------------------------------------------- a plan that contradicts its own proof
-
-
 GOOD = make_plan().to_dict()
 VERDICT: dict[str, Any] = GOOD["verified"]
 

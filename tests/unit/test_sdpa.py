@@ -208,9 +208,6 @@ def test_flash_serves_half_precision_aligned_to_the_last_key(monkeypatch: pytest
     assert not packed._suits_flash(half, half, square)
 
 
-# ---------------------------------------------------------------------- steps on datacentre devices
-
-
 FLASH = "aten::_scaled_dot_product_flash_attention"
 
 
@@ -264,9 +261,6 @@ def test_gradients_go_through_the_operator(device: None) -> None:
     assert kind.needs_grad
     assert not kernels.steps_by_flash(kind)
     assert kernels.steps_by_flash(kind._replace(features=kind.features & ~GRAD))
-
-
-# ---------------------------------------------------------------------- capped scores in a traced graph
 
 
 CAP, SCALING = 5.0, 0.25

@@ -163,9 +163,6 @@ def test_rows_are_stratified_and_deterministic() -> None:
         stratified_rows(5, 0, torch.Generator())
 
 
-# ---------------------------------------------------------------------- spectra and rounding
-
-
 def _qk(seed: int, n: int = 60, d: int = 12, heads: int = 4, kv: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     decay = torch.linspace(0, -3, d).exp()

@@ -158,9 +158,6 @@ def test_one_mask_for_all_heads_is_read_and_one_for_each_is_not() -> None:
     assert read_back(torch.zeros(1, 1, 6, 6, dtype=torch.bool)) is None, "no rule says that nothing is seen"
 
 
-# ---------------------------------------------------------------------- runs with an offset each
-
-
 Q, K = (0, 90, 91, 400, 420), (0, 90, 400, 800, 1000)
 RULES = [(None, 0), (70, 0), (70, 3)]
 

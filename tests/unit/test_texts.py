@@ -118,9 +118,6 @@ def test_calibration_refuses_tables_and_directories_without_text(tmp_path: Path)
         refuse_repeats([tmp_path / "none.txt"], None)
 
 
-# ---------------------------------------------------------------------- lengths and folds that a text can fill
-
-
 SETTINGS = CalibrationSettings(sequences=4, joint=3, held_out=24)
 OWN = SETTINGS.sequences + SETTINGS.joint
 

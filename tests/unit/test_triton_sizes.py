@@ -109,9 +109,6 @@ def test_where_nothing_is_known_tiles_are_those_of_hopper() -> None:
     assert device_facts(torch.device("cpu")).memory == HOPPER
 
 
-# ---------------------------------------------------------------------- what Triton needs beside itself
-
-
 @pytest.fixture
 def headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As on a machine without compilers: where Python's headers would be."""

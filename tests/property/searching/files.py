@@ -133,7 +133,6 @@ def judge(call: Saved) -> str:
     return "served"
 
 
-# ---------------------------------------------------------------------- plan files
 CLAIM = ("budget", "lengths", "layers", "cache", "decode")
 """Fields of a plan that say what it does; all others say how it was found, which decides nothing."""
 NEAR: tuple[Callable[[Any], Any], ...] = (
