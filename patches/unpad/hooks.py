@@ -97,8 +97,10 @@ class Unpadding:
             behind.append(self.trunk.get_submodule("encoder"))
         elif isinstance(pooler, nn.Module):
             before.append(pooler)
-        self._handles += [one.register_forward_pre_hook(self.enter, with_kwargs=True) for one in dict.fromkeys(before)]
-        self._handles += [one.register_forward_hook(self.leave, always_call=True) for one in dict.fromkeys(behind)]
+        for module in dict.fromkeys(before):
+            self._handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
+        for module in dict.fromkeys(behind):
+            self._handles.append(module.register_forward_hook(self.leave, always_call=True))
 
     def remove(self) -> None:
         """Removes the hooks."""
