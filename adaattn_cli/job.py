@@ -49,7 +49,6 @@ _BUDGET = re.compile(r"\s*(.*?)\s*(%|nats/token|nats|)\s*", re.DOTALL)
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
-# ---------------- its budgets, and where its plans go
 def read_budget(text: str) -> tuple[str, float]:
     """Returns a name for a budget's directory, and the budget in nats/token; ValueError for what is none.
 
@@ -172,7 +171,6 @@ def refuse_other_plan(target: Path, config: Any, model: Any = None) -> None:
         )
 
 
-# ---------------- what it needs, and what is said of it
 @dataclass(frozen=True)
 class Job:
     """One calibration with everything that it needs.
@@ -280,7 +278,6 @@ def kept(target: Path, again: str) -> str:
     return words if kept_in(target) else "nothing was measured yet, so nothing is kept"
 
 
-# ---------------- its text
 def count_tokens(paths: Sequence[Path], encode: Encode, enough: int) -> int:
     """Returns the tokens of a text, counted no further than `enough`."""
     total = 0

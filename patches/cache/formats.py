@@ -259,7 +259,8 @@ class StoredTensor:
 
     # Python looks for these on the class, and without them would compare two stand-ins instead of their numbers
     __getitem__ = __setitem__ = __len__ = __bool__ = __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = _calculated
-    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __neg__ = __radd__ = __rsub__ = __rmul__ = _calculated
+    __add__ = __sub__ = __mul__ = __truediv__ = __matmul__ = __neg__ = __pow__ = __floordiv__ = __mod__ = _calculated
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = __rpow__ = __abs__ = __array__ = _calculated
     __hash__ = object.__hash__
 
 

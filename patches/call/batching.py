@@ -40,7 +40,7 @@ Part = tuple[slice | Tensor, Runs]
 """Requests that are computed together: their queries among the step's, what they see of the row of all keys."""
 _SUMS, _PAGES = "_adaattn_sums", "_adaattn_pages"
 _ASKED_IN_BETWEEN = "cuda_graph_booleans", "q_padding_interval_size", "max_requests_per_batch"
-"""One when buffers are new; where steps are captured, one before those of prompts and one before others."""
+"""Read when buffers are new, before a padded step with prompts is filled in, and before any other padded step."""
 _DECLARED = PagedAttentionArgs.__annotations__.keys() | {"k_cache", "v_cache"}  # by the cache, behind its update
 
 

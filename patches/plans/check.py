@@ -148,9 +148,10 @@ def refuse_other_weights(
     read: dict[str, str] = {}
     if model_hash(trunk, read) == plan.weight_hash:
         return read
-    if is_stage(before, *([(PLACE.sub("", name), found) for name, found in each.items()] for each in (before, read))):
-        return before
     changed = next((layer.layer for layer in planned if weight_hash(modules[layer.layer]) != layer.weights), None)
+    named = ([(PLACE.sub("", name, count=1), found) for name, found in each.items()] for each in (before, read))
+    if changed is None and is_stage(before, *named):
+        return before
     moved = "the model", "layers moved, another checkpoint"
     whose, why = moved if changed is None else (f"layer {changed}", "another model")
     raise PlanError(

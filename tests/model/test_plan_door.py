@@ -284,6 +284,22 @@ def test_a_stage_whose_weights_are_written_and_stay_the_same_runs_on() -> None:
         logits(model)
 
 
+def test_layers_that_stand_for_others_and_norms_that_do_not_come_back_are_no_stage() -> None:
+    moved, gpt2 = planned(), fresh_pair("gpt2").ours
+    logits(moved)
+    moved.model.layers, moved.model.embed_tokens = copy.deepcopy(moved.model.layers[1:]), None
+    for index, layer in enumerate(moved.model.layers):
+        layer.self_attn.layer_idx = index
+    with pytest.raises(PlanError, match="weights of layer 0 are not those"):
+        moved(inputs_embeds=torch.randn(1, 5, moved.config.hidden_size))
+    give(gpt2, NARROW)
+    logits(gpt2)
+    gpt2.transformer.h, gpt2.transformer.ln_f = copy.deepcopy(gpt2.transformer.h[:1]), nn.Identity()
+    gpt2.transformer.h[0].ln_1 = nn.Sequential(gpt2.transformer.h[0].ln_1, nn.ReLU())
+    with pytest.raises(PlanError, match="weights of the model are not those"):
+        logits(gpt2)
+
+
 def test_a_planned_model_that_runs_stock_attention_is_not_compared() -> None:
     model = planned()
     model.set_attn_implementation("sdpa")

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -258,7 +259,7 @@ def test_whoever_computes_with_the_codes_is_told_what_to_do() -> None:
         assert isinstance(carrier, StoredTensor)
         assert carrier.shape == keys.shape
         computed: Any = (lambda it: torch.cat([it, keys]), lambda it: it.transpose(1, 2), lambda it: it[:, :1])
-        for compute in (*computed, lambda it: it == it, lambda it: it * 2, lambda it: 2 * it, len, bool):
+        for compute in (*computed, lambda it: it == it, lambda it: 2 / it, lambda it: keys @ it, np.asarray, len, bool):
             with pytest.raises(TypeError, match="a quantised cache holds codes, not numbers"):
                 compute(carrier)
 
