@@ -24,7 +24,7 @@ from adaattn_hf.patches.cache import disk
 from adaattn_hf.patches.call import batching, extended, interface
 from adaattn_hf.patches.mask import documents, masks
 from adaattn_hf.patches.models import families
-from adaattn_hf.patches.plans import bound, check, configured, hashes, snapshot
+from adaattn_hf.patches.plans import bound, check, hashes, snapshot
 from adaattn_hf.patches.unpad import check as unpad_check
 from adaattn_hf.patches.unpad.packing import PackedPrefill
 from tests.support import malformed, valid
@@ -311,7 +311,7 @@ def test_it_reports_codes_that_ask_for_the_default_dtype(monkeypatch: pytest.Mon
 OUTLIVES: dict[str, tuple[str, Callable[..., Any], Any]] = {
     **dict.fromkeys(("columns", "buffers"), ("same_weights", lambda seen: True, snapshot.Snapshot)),
     "adapter merged": ("inner_of", lambda *_: None, snapshot),
-    "settings": ("refuse_other_settings", lambda *_: None, (bound, configured)),
+    "settings": ("refuse_other_settings", lambda *_: None, (bound, check)),
     "layers": ("covers", lambda *_: True, snapshot.Snapshot),
     "set later": ("same", lambda seen: seen.same_weights(), snapshot.Snapshot),
 }
