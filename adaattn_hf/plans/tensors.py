@@ -1,7 +1,7 @@
 """Calibrated tensors of a layer: mean keys and the bases of score ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 from torch import Tensor
@@ -20,8 +20,7 @@ class LayerTensors:
 
     def of_heads(self, heads: Sequence[int]) -> Self:
         """The tensors of some key/value heads."""
-        return replace(
-            self,
+        return type(self)(
             key_mean=None if self.key_mean is None else self.key_mean[list(heads)],
             query_basis={index: self.query_basis[head] for index, head in enumerate(heads) if head in self.query_basis},
             key_basis={index: self.key_basis[head] for index, head in enumerate(heads) if head in self.key_basis},

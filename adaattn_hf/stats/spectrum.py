@@ -28,7 +28,7 @@ class Gram:
     def __add__(self, other: Self) -> Self:
         """Returns the moments of both samples together."""
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return replace(self, **sums)
+        return type(self)(**sums)
 
     @property
     def key_mean(self) -> Tensor:

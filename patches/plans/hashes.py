@@ -28,7 +28,7 @@ def weight_hash(module: nn.Module) -> str:
 
     Wrappers are looked through. PlanError: a weight has no data, or is of a kind that cannot be read.
     """
-    return _hash(saved_weights(module), {})
+    return _hash(saved_weights(module))
 
 
 def model_hash(model: nn.Module, each: dict[str, str] | None = None) -> str:
@@ -38,7 +38,9 @@ def model_hash(model: nn.Module, each: dict[str, str] | None = None) -> str:
     """
     weights = saved_weights(base_of(model))
     named = {name: weight for name, weight in weights.items() if not name.startswith("pooler.")}
-    return WHOLE + _hash(named, {} if each is None else each)
+    if each is not None:
+        each |= dict.fromkeys(named, "")
+    return WHOLE + _hash(named, each)
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -52,16 +54,16 @@ def base_of(model: nn.Module) -> nn.Module:
 
 def tensor_hash(tensor: Tensor) -> str:
     """Returns a hash of one tensor."""
-    return _hash({"": tensor}, {})
+    return _hash({"": tensor})
 
 
-def _hash(weights: dict[str, Any], each: dict[str, str]) -> str:
-    each |= dict.fromkeys(weights, "")
+def _hash(weights: dict[str, Any], each: dict[str, str] | None = None) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         content = b"".join(_contents(name, value))
         digest.update(f"{name} ".encode() + content)
-        each[name] = hashlib.sha256(content).hexdigest()
+        if each is not None:
+            each[name] = hashlib.sha256(content).hexdigest()
     return digest.hexdigest()
 
 
